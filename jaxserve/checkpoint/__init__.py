@@ -1,0 +1,1 @@
+"""Checkpoints: in from Hugging Face and GGUF, stored with Orbax."""

@@ -1,0 +1,176 @@
+"""Frozen, validated configuration: what the model is, how the engine runs it, how the server exposes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "gpu"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's frequency-dependent scaling of rotary embeddings, or plain linear interpolation.
+
+    Attributes:
+        kind: "llama3" (https://arxiv.org/abs/2407.21783, as in Hugging Face's `rope_type: llama3`) or "linear".
+        factor: by how much the longest wavelengths are stretched.
+        low_frequency_factor, high_frequency_factor: bounds of the band that is interpolated (llama3 only).
+        original_max_position_embeddings: context length that the model was pretrained with (llama3 only).
+    """
+
+    kind: Literal["llama3", "linear"]
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("llama3", "linear"):
+            raise ValueError(f"rope scaling kind {self.kind!r} is not supported: use 'llama3' or 'linear'")
+        if self.factor <= 0:
+            raise ValueError(f"rope scaling factor={self.factor} must be positive")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of a Llama-family decoder. Sizes are counts of elements, names are the field's.
+
+    Raises:
+        ValueError: if sizes are not positive or heads do not divide.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # bias of the q, k and v projections
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim of q and k before rope (Qwen3)
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()  # every id that ends an answer: union of config, generation config, tokenizer
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+            "max_position_embeddings",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
+        if self.rms_norm_eps <= 0:
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps} must be positive")
+        if self.rope_theta <= 0:
+            raise ValueError(f"rope_theta={self.rope_theta} must be positive")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window={self.sliding_window} must be at least 1, or None")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> ModelConfig:
+        """Inverse of `to_json`; unknown keys are an error, since a dropped key may change the model."""
+        known = {field.name for field in dataclasses.fields(ModelConfig)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ValueError(f"unknown model config keys {unknown}: made by a newer version of jaxserve?")
+        values = dict(data)
+        if values.get("rope_scaling") is not None:
+            values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+        values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
+        return ModelConfig(**values)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs a model. Flag names of `jaxserve serve` are these with dashes.
+
+    Attributes:
+        max_model_len: longest sequence (prompt + output) in tokens; None: what the model was trained for, or less if the
+            KV cache cannot hold it.
+        max_num_seqs: sequences that run at once (slots of the decode state).
+        max_num_batched_tokens: tokens that one step computes at most (decode rows + prefill chunks).
+        page_size: tokens a KV page holds.
+        num_pages: KV pages; None: planned from the memory that is free.
+        gpu_memory_utilization: share of the device's memory that weights, work space and KV pages may take.
+        dtype: of weights and KV cache; "auto": float32 on CPU, bfloat16 elsewhere.
+        seed: of requests that bring no seed of their own, and of dummy weights; None: drawn at random.
+        max_num_queued_requests: requests that may wait; one more is refused.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    page_size: int = 16
+    num_pages: int | None = None
+    gpu_memory_utilization: float = 0.9
+    dtype: DType = "auto"
+    seed: int | None = None
+    device: Device = "auto"
+    tensor_parallel_size: int = 1
+    max_num_queued_requests: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("max_model_len", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must not be below "
+                f"max_num_seqs={self.max_num_seqs}: every running sequence gets a token in every step"
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must lie in (0, 1]")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype={self.dtype!r} must be one of auto, float32, bfloat16, float16")
+        if self.device not in ("auto", "cpu", "gpu"):
+            raise ValueError(f"device={self.device!r} must be one of auto, cpu, gpu")
+        if self.max_num_queued_requests < 0:
+            raise ValueError(f"max_num_queued_requests={self.max_num_queued_requests} must not be negative")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How the HTTP server exposes an engine."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_name: str | None = None  # None: the name that the model was asked for by
+    shutdown_timeout: float = 30.0  # seconds that running answers get after SIGTERM
+    max_body_bytes: int = 16 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port={self.port} must lie in 0..65535 (0: any free port)")
+        if any(not key for key in self.api_keys):
+            raise ValueError("an API key must not be empty")
+        if self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout={self.shutdown_timeout} must not be negative")
+        if self.max_body_bytes < 1:
+            raise ValueError(f"max_body_bytes={self.max_body_bytes} must be at least 1")

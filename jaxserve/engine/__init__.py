@@ -1,0 +1,1 @@
+"""Continuous batching over token ids: scheduler, pages, runner, loop."""

@@ -1,0 +1,68 @@
+"""What crosses between the engine and the text side: plain, picklable data. The engine knows token ids only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxserve.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asked: a prompt of token ids, and how to continue it.
+
+    Attributes:
+        request_id: the engine's own id, unique among live requests (never a client's).
+        arrival_time: `time.monotonic()` seconds at submission.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_time: float
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """New tokens of one choice of a request, as one step produced them.
+
+    Attributes:
+        index: which choice (0 .. n-1).
+        token_ids: the new ones only. A stop token that ended the choice is included as the last one.
+        finish_reason: None while the choice goes on. "stop": an end-of-text or stop token; "length": max_tokens or context.
+        stop_token_id: the token that ended it, if one did.
+        error: message, with finish_reason "error".
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+class RequestError(ValueError):
+    """A request that can never be served as asked (too long, bad token id): the client's mistake.
+
+    Attributes:
+        parameter: the field at fault, if one is.
+        code: OpenAI's error code, such as "context_length_exceeded".
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.code = code
+
+
+class QueueFullError(RuntimeError):
+    """More requests wait than the engine may queue; try again later."""
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine drains, has stopped, or failed; it takes no new requests."""

@@ -1,0 +1,1 @@
+"""Pure-functional forward passes and sampling."""

@@ -1,0 +1,140 @@
+"""The parameters of a Llama-family model: shape, logical axes and initialisation of each array in one declaration.
+
+Every weight is laid out so that a tensor-parallel shard is a slice along one axis: `wqkv` and `wo` along `kv_heads`,
+`w_gate_up` and `w_down` along `ffn`, the embedding and the head along `vocab`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxserve.config import ModelConfig
+
+
+@struct.dataclass
+class LayerParams:
+    """One decoder layer. Leaves are arrays, or `ParamSpec`s where only the declaration is wanted."""
+
+    attention_norm: Any  # [hidden]
+    wqkv: Any  # [hidden, kv_heads, group + 2, head_dim]: a KV head's query heads, then its k, then its v
+    bqkv: Any  # [kv_heads, group + 2, head_dim] or None
+    q_norm: Any  # [head_dim] or None
+    k_norm: Any  # [head_dim] or None
+    wo: Any  # [kv_heads, group, head_dim, hidden]
+    bo: Any  # [hidden] or None
+    mlp_norm: Any  # [hidden]
+    w_gate_up: Any  # [hidden, 2, ffn]: gate, then up
+    b_gate_up: Any  # [2, ffn] or None
+    w_down: Any  # [ffn, hidden]
+    b_down: Any  # [hidden] or None
+
+
+@struct.dataclass
+class LlamaParams:
+    """A whole model. `lm_head` is None where the head is tied to the embedding (stored once)."""
+
+    embedding: Any  # [vocab, hidden]
+    layers: tuple[LayerParams, ...]
+    final_norm: Any  # [hidden]
+    lm_head: Any  # [hidden, vocab] or None
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """Declaration of one array.
+
+    Attributes:
+        shape: of the whole (unsharded) array.
+        logical_axes: a name for each axis, mapped to mesh axes by `jaxserve.sharding.rules`.
+        standard_deviation: of the normal initialisation; None: filled with ones (norms); 0: zeros (biases).
+    """
+
+    shape: tuple[int, ...]
+    logical_axes: tuple[str, ...]
+    standard_deviation: float | None
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.logical_axes):
+            raise ValueError(f"shape={self.shape} and logical_axes={self.logical_axes} must be of one length")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def _layer_specs(config: ModelConfig) -> LayerParams:
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    kv_heads, group, head_dim = config.num_kv_heads, config.group_size, config.head_dim
+
+    def norm(size: int, axis: str) -> ParamSpec:
+        return ParamSpec((size,), (axis,), None)
+
+    def when(wanted: bool, spec: ParamSpec) -> ParamSpec | None:
+        return spec if wanted else None
+
+    return LayerParams(
+        attention_norm=norm(hidden, "hidden"),
+        wqkv=ParamSpec(
+            (hidden, kv_heads, group + 2, head_dim), ("hidden", "kv_heads", "qkv", "head_dim"), hidden**-0.5
+        ),
+        bqkv=when(
+            config.attention_bias, ParamSpec((kv_heads, group + 2, head_dim), ("kv_heads", "qkv", "head_dim"), 0.0)
+        ),
+        q_norm=when(config.qk_norm, norm(head_dim, "head_dim")),
+        k_norm=when(config.qk_norm, norm(head_dim, "head_dim")),
+        wo=ParamSpec(
+            (kv_heads, group, head_dim, hidden),
+            ("kv_heads", "group", "head_dim", "hidden"),
+            (config.num_heads * head_dim) ** -0.5,
+        ),
+        bo=when(config.attention_output_bias, ParamSpec((hidden,), ("hidden",), 0.0)),
+        mlp_norm=norm(hidden, "hidden"),
+        w_gate_up=ParamSpec((hidden, 2, ffn), ("hidden", "gate_up", "ffn"), hidden**-0.5),
+        b_gate_up=when(config.mlp_bias, ParamSpec((2, ffn), ("gate_up", "ffn"), 0.0)),
+        w_down=ParamSpec((ffn, hidden), ("ffn", "hidden"), ffn**-0.5),
+        b_down=when(config.mlp_bias, ParamSpec((hidden,), ("hidden",), 0.0)),
+    )
+
+
+def param_specs(config: ModelConfig) -> LlamaParams:
+    """The declaration of every array of a model with this config: a `LlamaParams` whose leaves are `ParamSpec`s."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    layer = _layer_specs(config)
+    head = None if config.tie_word_embeddings else ParamSpec((hidden, vocab), ("hidden", "vocab"), hidden**-0.5)
+    return LlamaParams(
+        embedding=ParamSpec((vocab, hidden), ("vocab", "hidden"), 1.0 if head is not None else hidden**-0.5),
+        layers=(layer,) * config.num_layers,
+        final_norm=ParamSpec((hidden,), ("hidden",), None),
+        lm_head=head,
+    )
+
+
+def init_params(config: ModelConfig, seed: int, dtype: jnp.dtype) -> LlamaParams:
+    """Seeded random weights (norms ones, biases zeros), made on the default device.
+
+    Args:
+        dtype: of every array but the norms, which are float32 as everywhere in the engine.
+    """
+    specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+
+    @jax.jit
+    def draw_all() -> list[jax.Array]:
+        keys = jax.random.split(jax.random.key(seed), len(specs))
+        return [draw_param(spec, key, dtype) for spec, key in zip(specs, keys, strict=True)]
+
+    return jax.tree.unflatten(treedef, draw_all())
+
+
+def draw_param(spec: ParamSpec, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """One random array as its spec declares it; norms are float32 ones."""
+    if spec.standard_deviation is None:
+        return jnp.ones(spec.shape, jnp.float32)
+    if spec.standard_deviation == 0.0:
+        return jnp.zeros(spec.shape, dtype)
+    return jax.random.normal(key, spec.shape, dtype) * jnp.asarray(spec.standard_deviation, dtype)
