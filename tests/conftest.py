@@ -1,0 +1,56 @@
+"""What every test runs under: eight fake CPU devices, strict JAX, compiled programs kept from run to run."""
+
+import os
+
+# Before jax is imported, by whatever a test module imports first.
+_DEVICES = "--xla_force_host_platform_device_count=8"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+# The CPU unless asked otherwise: `JAX_PLATFORMS=cuda,cpu scripts/test tests/gpu` runs on a GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+
+from jaxserve.progress import NoProgress
+from tests.tiny_model import write_tiny_llama
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+hypothesis.settings.register_profile("jaxserve", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("jaxserve")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    # `pytest --cache-clear` empties it. In the environment too, for the processes that tests start.
+    folder = str(config.cache.mkdir("jax-compilation"))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if Path(__file__).parent / "gpu" in item.path.parents]
+    if gpu_tests and jax.default_backend() != "gpu":
+        skip = pytest.mark.skip(reason="needs a GPU: JAX_PLATFORMS=cuda,cpu scripts/test tests/gpu")
+        for item in gpu_tests:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def default_model_dir() -> Path:
+    """The default model's converted folder, fetched into the model cache when it is not there."""
+    from jaxserve.checkpoint.source import resolve_model  # here: most tests need nothing of it
+
+    return resolve_model(DEFAULT_MODEL, NoProgress())
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a random Llama: 2 layers, hidden size 64, byte-level vocabulary, chat template."""
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
