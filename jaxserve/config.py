@@ -109,8 +109,9 @@ class EngineConfig:
     Attributes:
         max_model_len: longest sequence (prompt + output) in tokens; None: what the model was trained for, or less if the
             KV cache cannot hold it.
-        max_num_seqs: sequences that run at once (slots of the decode state).
-        max_num_batched_tokens: tokens that one step computes at most (decode rows + prefill chunks).
+        max_num_seqs: sequences that run at once (slots of the decode state); None: what suits the device.
+        max_num_batched_tokens: tokens that one step computes at most (decode rows + prefill chunks); None: what suits the
+            device.
         page_size: tokens a KV page holds.
         num_pages: KV pages; None: planned from the memory that is free.
         gpu_memory_utilization: share of the device's memory that weights, work space and KV pages may take.
@@ -120,8 +121,8 @@ class EngineConfig:
     """
 
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     page_size: int = 16
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -132,14 +133,17 @@ class EngineConfig:
     max_num_queued_requests: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "tensor_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("max_model_len", "num_pages"):
+        for name in (
+            "max_num_seqs", "max_num_batched_tokens", "page_size", "tensor_parallel_size", "max_model_len", "num_pages",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if (
+            self.max_num_batched_tokens is not None
+            and self.max_num_seqs is not None
+            and self.max_num_batched_tokens < self.max_num_seqs
+        ):
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must not be below "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence gets a token in every step"

@@ -1,1 +1,1 @@
-"""Entry points of the command line: argument parsing only."""
+"""The `jaxserve` command. Heavy imports (jax, the server) happen inside the commands, so that --help answers at once."""

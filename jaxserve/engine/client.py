@@ -1,1 +1,291 @@
-"""The asynchronous face of the engine, for code that lives on an event loop (the server, the Python API)."""
+"""The face of the engine for code that lives on an event loop (the server, the Python API) or on threads."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine import sequence as sequences
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.request import EngineStoppedError, QueueFullError, Request, RequestError, RequestOutput
+from jaxserve.engine.runner import Runner
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.sampling_params import SamplingParams
+
+_SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine is doing and has done; one moment's snapshot."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_preemptions: int
+    num_steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    finished: dict[str, int]
+    uptime_s: float
+    last_step_ms: float
+    host_gap: float
+    device_kind: str
+
+
+class GenerationStream(AsyncIterator[RequestOutput]):
+    """Outputs of one request as they come, all choices interleaved; ends when every choice has finished."""
+
+    def __init__(self, client: EngineClient, request_id: str, num_choices: int) -> None:
+        self.request_id = request_id
+        self._client = client
+        self._unfinished = num_choices
+        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def abort(self, index: int | None = None) -> None:
+        """Ends the request, or one choice: its last output has finish_reason "abort", unless it finished before."""
+        self._client.abort(self.request_id, index)
+
+    async def aclose(self) -> None:
+        """Aborts whatever still runs."""
+        if self._unfinished:
+            self._unfinished = 0
+            self.abort()
+
+    def deliver(self, output: RequestOutput) -> None:
+        """Called by the client on the stream's event loop."""
+        self._outputs.put_nowait(output)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    async def __anext__(self) -> RequestOutput:
+        if not self._unfinished:
+            raise StopAsyncIteration
+        output = await self._outputs.get()
+        if output.finish_reason is not None:
+            self._unfinished -= 1
+        return output
+
+
+class EngineClient:
+    """Submits requests to the engine thread and brings their outputs back. Safe to use from any thread."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        scheduler: Scheduler,
+        runner: Runner,
+        device_kind: str,
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.max_model_len = scheduler.limits.longest_sequence
+        self.device_kind = device_kind
+        self.failure: BaseException | None = None
+        self._scheduler = scheduler
+        self._loop = EngineLoop(scheduler, runner, self._distribute, self._fail)
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._receivers: dict[str, GenerationStream | Callable[[RequestOutput], None]] = {}
+        self._unfinished: dict[str, int] = {}
+        self._num_live = 0  # choices that were submitted and have not finished
+        self._draining = False
+        self._stopped = False
+        self._started_at = time.monotonic()
+        self._seeds = np.random.default_rng(config.seed) if config.seed is not None else None
+
+    def start(self) -> None:
+        """Starts the engine thread; called once, by whoever built the engine."""
+        self._loop.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are taken."""
+        return not (self._draining or self._stopped or self.failure)
+
+    def submit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> GenerationStream:
+        """Queues a request; must be called on a running event loop, which its outputs come to.
+
+        Raises:
+            RequestError: the request can never be served as asked.
+            QueueFullError: too many wait already.
+            EngineStoppedError: the engine drains, was shut down or failed.
+        """
+        request_id = self._new_id()
+        stream = GenerationStream(self, request_id, sampling.n)
+        self._submit(request_id, prompt_token_ids, sampling, stream)
+        return stream
+
+    def submit_with_callback(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, on_output: Callable[[RequestOutput], None]
+    ) -> str:
+        """As `submit`, for code without an event loop: `on_output` is called in the engine thread and must be quick.
+
+        Returns:
+            The request's id, for `abort`.
+        """
+        request_id = self._new_id()
+        self._submit(request_id, prompt_token_ids, sampling, on_output)
+        return request_id
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or one choice of it; unknown ones are left alone."""
+        self._loop.abort(request_id, index)
+
+    def start_draining(self) -> None:
+        """Takes no new requests from now on; those that run go on."""
+        self._draining = True
+
+    async def wait_drained(self, timeout: float) -> bool:
+        """Waits until nothing runs; False if that takes longer than `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self._num_live:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    def shutdown(self) -> None:
+        """Stops the engine thread; requests that still run get finish_reason "error"."""
+        self._stopped = True
+        self._loop.stop()
+
+    def stats(self) -> EngineStats:
+        scheduler, loop = self._scheduler, self._loop.stats
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_pages=scheduler.pages.num_pages,
+            num_free_pages=scheduler.pages.num_free,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=loop.num_steps,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            generation_tokens=scheduler.num_generation_tokens,
+            finished=dict(scheduler.finished),
+            uptime_s=time.monotonic() - self._started_at,
+            last_step_ms=loop.last_step * 1e3,
+            host_gap=loop.device_idle / loop.busy if loop.busy else 0.0,
+            device_kind=self.device_kind,
+        )
+
+    def _new_id(self) -> str:
+        return f"request-{next(self._ids)}"
+
+    def _submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        receiver: GenerationStream | Callable[[RequestOutput], None],
+    ) -> None:
+        self._check(prompt_token_ids, sampling)
+        request = Request(request_id, tuple(prompt_token_ids), sampling, arrival_time=time.monotonic())
+        choices = self._make_sequences(request)
+        with self._lock:
+            if not self.is_ready:
+                raise EngineStoppedError("the engine takes no new requests: it drains, was shut down, or failed")
+            limit = self.config.max_num_queued_requests + self._scheduler.limits.max_num_seqs
+            if self._num_live + sampling.n > limit and self._num_live:
+                raise QueueFullError(
+                    f"{self._num_live} sequences run or wait, of at most {limit}; try again later, or raise "
+                    "--max-num-queued-requests"
+                )
+            self._receivers[request_id] = receiver
+            self._unfinished[request_id] = sampling.n
+            self._num_live += sampling.n
+        self._loop.add(choices)
+
+    def _check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        vocab_size = self.model_config.vocab_size
+        if not prompt_token_ids:
+            raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
+        for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", sampling.stop_token_ids)):
+            wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+            if wrong is not None:
+                raise RequestError(f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}", parameter=name)
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt_token_ids)} tokens, which leaves no room for an answer in the context of "
+                f"{self.max_model_len} tokens; shorten the prompt",
+                parameter="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _make_sequences(self, request: Request) -> tuple[sequences.Sequence, ...]:
+        sampling = request.sampling
+        seed = sampling.seed & _SEED_MASK if sampling.seed is not None else self._random_seed()
+        room = self.max_model_len - len(request.prompt_token_ids)
+        stop_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids.update(self.model_config.eos_token_ids)
+        return tuple(
+            sequences.Sequence(
+                request=request,
+                index=index,
+                seed=choice_seed(seed, index),
+                stop_token_ids=frozenset(stop_ids),
+                max_output_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+                token_ids=list(request.prompt_token_ids),
+            )
+            for index in range(sampling.n)
+        )
+
+    def _random_seed(self) -> int:
+        if self._seeds is None:
+            return secrets.randbits(64)
+        with self._lock:
+            return int(self._seeds.integers(0, 2**64, dtype=np.uint64))
+
+    def _distribute(self, outputs: list[RequestOutput]) -> None:
+        """Engine thread: hands a step's outputs to their receivers, with one wake-up for each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[GenerationStream, RequestOutput]]] = {}
+        for output in outputs:
+            receiver = self._receivers.get(output.request_id)
+            if receiver is None:
+                continue
+            if output.finish_reason is not None:
+                self._count_finished(output.request_id)
+            if isinstance(receiver, GenerationStream):
+                by_loop.setdefault(receiver.loop, []).append((receiver, output))
+            else:
+                receiver(output)
+        for loop, deliveries in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_deliver_all, deliveries)
+
+    def _count_finished(self, request_id: str) -> None:
+        with self._lock:
+            self._num_live -= 1
+            self._unfinished[request_id] -= 1
+            if not self._unfinished[request_id]:
+                del self._unfinished[request_id], self._receivers[request_id]
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+
+
+def _deliver_all(deliveries: list[tuple[GenerationStream, RequestOutput]]) -> None:
+    for stream, output in deliveries:
+        stream.deliver(output)
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Seed of choice `index` of a request: the request's own for choice 0, an independent one for each other."""
+    if index == 0:
+        return seed
+    low, high = np.random.SeedSequence([seed & 0xFFFFFFFF, seed >> 32, index]).generate_state(2)
+    return int(high) << 32 | int(low)

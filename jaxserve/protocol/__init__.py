@@ -1,1 +1,1 @@
-"""OpenAI types and the assembly of responses, shared by the server and the Python API."""
+"""OpenAI's protocol: request and response types, and how responses are assembled from the engine's tokens."""

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server."""
+"""The HTTP server: routes, event streams, errors, keys, metrics, and the process around them."""

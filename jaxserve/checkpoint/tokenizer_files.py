@@ -1,0 +1,93 @@
+"""The tokenizer as it travels with a converted checkpoint: `tokenizer.json` and our own small settings file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.checkpoint.errors import CheckpointError
+
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "jaxserve_tokenizer.json"
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """What `tokenizer.json` does not say.
+
+    Attributes:
+        bos_token, eos_token: texts that chat templates may print; empty where the model has none.
+        eos_token_ids: every id that ends an answer: the union of config, generation config and tokenizer.
+        chat_template: Jinja source, or None where the model has none.
+    """
+
+    bos_token: str = ""
+    bos_token_id: int | None = None
+    eos_token: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A whole tokenizer: the text of its `tokenizer.json`, and the settings beside it."""
+
+    tokenizer_json: str
+    settings: TokenizerSettings
+
+    def with_eos_token_ids(self, extra: tuple[int, ...]) -> TokenizerFiles:
+        """The same with `extra` joined to the ids that end an answer."""
+        joined = tuple(dict.fromkeys((*self.settings.eos_token_ids, *extra)))
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, eos_token_ids=joined))
+
+
+def write_tokenizer(files: TokenizerFiles, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TOKENIZER_FILE).write_text(files.tokenizer_json, encoding="utf-8")
+    settings = json.dumps(dataclasses.asdict(files.settings), ensure_ascii=False, indent=2)
+    (folder / SETTINGS_FILE).write_text(settings + "\n", encoding="utf-8")
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """Read what `write_tokenizer` wrote.
+
+    Raises:
+        CheckpointError: if a file is missing or is not what it should be.
+    """
+    settings = read_json(folder / SETTINGS_FILE)
+    known = {field.name for field in dataclasses.fields(TokenizerSettings)}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise CheckpointError(
+            f"{folder / SETTINGS_FILE}: unknown keys {unknown}, made by a newer version of jaxserve? Convert the model again"
+        )
+    settings["eos_token_ids"] = tuple(settings.get("eos_token_ids", ()))
+    return TokenizerFiles(read_text(folder / TOKENIZER_FILE), TokenizerSettings(**settings))
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file's text; any fault is a `CheckpointError` that names the file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error_line(error)}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object; any fault is a `CheckpointError` that names the file."""
+    try:
+        value = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error_line(error)}): fetch the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}: fetch the file again")
+    return value
+
+
+def error_line(error: BaseException) -> str:
+    """An exception's text on one line, without the path that the operating system repeats."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split()) or type(error).__name__

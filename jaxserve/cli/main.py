@@ -1,0 +1,54 @@
+"""Entry point of the `jaxserve` command: which commands there are. Each lives in a module of its own."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from jaxserve.cli.chat import chat
+from jaxserve.cli.models import convert, pull
+from jaxserve.cli.serve import serve
+
+
+def version_text() -> str:
+    """Versions that a bug report needs, without importing the packages."""
+    packages = ("jaxserve", "jax", "jaxlib")
+    return "\n".join([*(f"{name} {metadata.version(name)}" for name in packages), f"python {platform.python_version()}"])
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version_text())
+        raise typer.Exit
+
+
+def version() -> None:
+    """Print the versions of jaxserve, jax and Python."""
+    typer.echo(version_text())
+
+
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print versions and leave.")
+    ] = False,
+) -> None:
+    """Serve Llama-family language models with JAX."""
+
+
+def build_app() -> typer.Typer:
+    # Plain texts and tracebacks: what is printed can be grepped and pasted.
+    app = typer.Typer(
+        name="jaxserve", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+    app.callback()(options)
+    for command in (chat, serve, pull, convert, version):
+        app.command()(command)
+    return app
+
+
+def main() -> None:
+    """Runs the command line in sys.argv, and exits."""
+    build_app()(prog_name="jaxserve")

@@ -1,0 +1,44 @@
+"""Arguments that several commands share. Names follow `vllm serve` where it has one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A known name, a local folder or file (Hugging Face, GGUF, or what `jaxserve convert` wrote), "
+        "or hf:ORG/NAME.",
+        show_default=True,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS", help="Longest prompt and answer together; unset: what the model and the memory allow."
+    ),
+]
+MemoryUtilization = Annotated[
+    float, typer.Option(metavar="SHARE", help="Share of the GPU's memory that weights and KV pages may take.")
+]
+DTypeName = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="Of weights and KV cache; auto: float32 on the CPU, bfloat16 elsewhere."),
+]
+PageSize = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens that a KV page holds.")]
+NumPages = Annotated[
+    int | None, typer.Option(metavar="COUNT", help="KV pages, in place of the number planned from free memory.")
+]
+DeviceName = Annotated[Literal["auto", "cpu", "gpu"], typer.Option(help="Where the model runs.")]
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "-v", "--verbose", count=True, help="Log what happens and show tracebacks; twice: log everything.",
+        show_default=False,
+    ),
+]  # fmt: skip

@@ -1,0 +1,79 @@
+"""Which batch shapes are compiled, and which of them serves a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.engine.device_batch import Bucket
+from jaxserve.engine.schedule import ScheduledBatch
+
+_SMALLEST_PREFILL = 16
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Padded sizes, ascending.
+
+    Attributes:
+        decode_rows: of steps that only decode.
+        mixed_decode_rows: of steps that prefill as well; the first is 0, for an engine that is otherwise idle.
+        prefill_tokens: of steps that prefill.
+        prefill_rows: of steps that prefill; one size.
+    """
+
+    decode_rows: tuple[int, ...]
+    mixed_decode_rows: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+    prefill_rows: int
+
+    def all(self) -> list[Bucket]:
+        decode = [Bucket(rows, 0, 0) for rows in self.decode_rows]
+        mixed = [
+            Bucket(rows, self.prefill_rows, tokens) for tokens in self.prefill_tokens for rows in self.mixed_decode_rows
+        ]
+        return decode + mixed
+
+    def for_batch(self, batch: ScheduledBatch) -> Bucket:
+        """The smallest bucket that holds a step.
+
+        Raises:
+            ValueError: if none does; the scheduler's limits must be those that the buckets were made for.
+        """
+        rows = len(batch.decode)
+        if not batch.prefill:
+            return Bucket(_smallest(self.decode_rows, rows, "decode rows"), 0, 0)
+        if len(batch.prefill) > self.prefill_rows:
+            raise ValueError(f"{len(batch.prefill)} prefill chunks exceed the {self.prefill_rows} that were compiled")
+        tokens = batch.num_tokens - rows
+        return Bucket(
+            _smallest(self.mixed_decode_rows, rows, "decode rows beside prefill"),
+            self.prefill_rows,
+            _smallest(self.prefill_tokens, tokens, "prefill tokens"),
+        )
+
+
+def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, max_prefill_rows: int) -> Buckets:
+    """Powers of two up to each limit, and the limit itself."""
+    smallest_prefill = min(_SMALLEST_PREFILL, max_num_batched_tokens)
+    return Buckets(
+        decode_rows=_doubling(1, max_num_seqs),
+        mixed_decode_rows=(0, max_num_seqs),
+        prefill_tokens=_doubling(smallest_prefill, max_num_batched_tokens),
+        prefill_rows=max_prefill_rows,
+    )
+
+
+def _doubling(first: int, last: int) -> tuple[int, ...]:
+    sizes = []
+    size = first
+    while size < last:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, last)
+
+
+def _smallest(sizes: tuple[int, ...], needed: int, what: str) -> int:
+    for size in sizes:
+        if size >= needed:
+            return size
+    raise ValueError(f"{needed} {what} exceed the largest compiled size {sizes[-1]}")

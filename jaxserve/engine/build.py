@@ -1,0 +1,196 @@
+"""From a model and a configuration to a running engine: sizes, memory, compilation, thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine.buckets import make_buckets
+from jaxserve.engine.client import EngineClient
+from jaxserve.engine.device_batch import Sizes
+from jaxserve.engine.runner import ModelRunner
+from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.models.kv_cache import kv_bytes_per_token
+from jaxserve.models.params import LlamaParams, param_specs
+from jaxserve.progress import Progress
+from jaxserve.sharding.mesh import make_mesh
+from jaxserve.sharding.placement import named_shardings
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1024**3
+_CPU_CACHE_BYTES = 2 * _GIB  # at most, for the KV cache on a CPU whose memory others use too
+
+
+class OutOfMemoryError(RuntimeError):
+    """The model or its KV cache does not fit the device."""
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """Sizes for a kind of device where the configuration leaves them open."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_rows: int
+
+
+_CPU_DEFAULTS = DeviceDefaults(max_num_seqs=8, max_num_batched_tokens=256, max_prefill_rows=4)
+_GPU_DEFAULTS = DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=2048, max_prefill_rows=16)
+
+
+def select_devices(config: EngineConfig) -> list[jax.Device]:
+    """The devices that the configuration asks for.
+
+    Raises:
+        RuntimeError: `device="gpu"` without a GPU that jax can use.
+    """
+    if config.device == "cpu":
+        return jax.devices("cpu")
+    if config.device == "gpu":
+        try:
+            return jax.devices("gpu")
+        except RuntimeError as error:
+            raise RuntimeError(
+                "device 'gpu' was asked for, but jax sees none: install the extra 'cuda13' and check the driver "
+                "(nvidia-smi) and CUDA_VISIBLE_DEVICES, or use --device cpu"
+            ) from error
+    return jax.devices()
+
+
+def make_engine_mesh(config: EngineConfig) -> Mesh:
+    return make_mesh(select_devices(config), config.tensor_parallel_size)
+
+
+def resolve_dtype(config: EngineConfig, mesh: Mesh) -> jnp.dtype:
+    """Element type of weights and KV cache: what is asked for, or what suits the device."""
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    return jnp.dtype(jnp.float32 if _platform(mesh) == "cpu" else jnp.bfloat16)
+
+
+def build_engine(
+    model_config: ModelConfig, params: LlamaParams, config: EngineConfig, progress: Progress
+) -> EngineClient:
+    """Plans memory, compiles every program and starts the engine thread.
+
+    Raises:
+        OutOfMemoryError: too little memory for the KV cache that is asked for.
+        ValueError: sizes that do not go together.
+    """
+    mesh = make_engine_mesh(config)
+    dtype = resolve_dtype(config, mesh)
+    enable_compilation_cache()
+    params = jax.device_put(params, named_shardings(param_specs(model_config), mesh))
+    limits = plan_limits(model_config, config, mesh, dtype)
+    sizes = Sizes(
+        max_num_seqs=limits.max_num_seqs,
+        pages_per_seq=limits.pages_for(limits.longest_sequence),
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+    )
+    runner = ModelRunner(
+        model_config,
+        params,
+        mesh=mesh,
+        sizes=sizes,
+        buckets=make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_prefill_rows),
+        cache_dtype=dtype,
+    )
+    runner.warm_up(progress)
+    client = EngineClient(
+        config=dataclasses.replace(
+            config,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_pages=limits.num_pages,
+            dtype=dtype.name,  # pyright: ignore[reportArgumentType] - one of DType's names
+        ),
+        model_config=model_config,
+        scheduler=Scheduler(limits),
+        runner=runner,
+        device_kind=mesh.devices.flat[0].device_kind,
+    )
+    client.start()
+    return client
+
+
+def plan_limits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, dtype: jnp.dtype) -> SchedulerLimits:
+    """Sizes that the configuration leaves open, from the device and its free memory.
+
+    Raises:
+        OutOfMemoryError, ValueError: as `build_engine`.
+    """
+    defaults = _CPU_DEFAULTS if _platform(mesh) == "cpu" else _GPU_DEFAULTS
+    max_num_seqs = config.max_num_seqs or min(
+        defaults.max_num_seqs, config.max_num_batched_tokens or defaults.max_num_seqs
+    )
+    max_num_batched_tokens = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
+    wanted = config.max_model_len or model_config.max_position_embeddings
+    pages_wanted = max_num_seqs * -(-wanted // config.page_size)  # every slot at its longest
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+    else:
+        page_bytes = config.page_size * kv_bytes_per_token(model_config, dtype) // mesh.size
+        free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs)
+        num_pages = min(pages_wanted, free // page_bytes)
+        if num_pages < 1:
+            raise OutOfMemoryError(
+                f"no memory is left for the KV cache: {free / _GIB:.2f} GiB free, a page takes {page_bytes} bytes; raise "
+                "--gpu-memory-utilization, lower --max-num-batched-tokens, or use a smaller model"
+            )
+    room = num_pages * config.page_size
+    if config.max_model_len is not None and room < config.max_model_len and config.num_pages is None:
+        raise OutOfMemoryError(
+            f"the KV cache has room for {room} tokens, less than max_model_len={config.max_model_len}; use "
+            f"--max-model-len {room} or less, or raise --gpu-memory-utilization"
+        )
+    if room < wanted:
+        logger.warning("the context is cut from %d to the %d tokens that the KV cache holds", wanted, room)
+    return SchedulerLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_rows=min(defaults.max_prefill_rows, max_num_seqs),
+        max_model_len=min(wanted, room),
+        page_size=config.page_size,
+        num_pages=num_pages,
+    )
+
+
+def free_cache_bytes(
+    model_config: ModelConfig, config: EngineConfig, mesh: Mesh, max_num_batched_tokens: int, max_num_seqs: int
+) -> int:
+    """Bytes of one device that the KV cache may take, after weights and the largest step's work space."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(_CPU_CACHE_BYTES, available // 4)
+    stats = device.memory_stats()
+    width = 4 * model_config.intermediate_size + 8 * model_config.hidden_size
+    work_space = 4 * max_num_batched_tokens * width + 16 * max_num_seqs * model_config.vocab_size + _GIB
+    return int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"] - work_space
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs on disk between starts, unless the user has configured jax's cache already."""
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    home = os.environ.get("JAXSERVE_HOME") or "~/.cache/jaxserve"
+    folder = Path(home).expanduser() / "compiled"
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def _platform(mesh: Mesh) -> str:
+    return mesh.devices.flat[0].platform

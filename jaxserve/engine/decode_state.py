@@ -1,0 +1,150 @@
+"""State of every slot that stays on the device from step to step, so that the host sends only what changed."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int32, UInt32
+
+from jaxserve.engine.device_batch import Bucket, Sizes, as_float, as_unsigned
+from jaxserve.models.batch import Batch
+from jaxserve.models.sampling import SamplingArrays
+
+
+@struct.dataclass
+class DecodeState:
+    """One row for each slot; donated to every step."""
+
+    last_tokens: Int32[Array, "slots"]  # sampled last, input of the next decode step
+    kv_lens: Int32[Array, "slots"]  # tokens whose keys and values are in the cache
+    output_counts: Int32[Array, "slots"]  # output tokens drawn so far: the random counter
+    page_table: Int32[Array, "slots pages_per_seq"]
+    seeds: UInt32[Array, "slots 2"]
+    temperature: Float[Array, "slots"]
+    top_p: Float[Array, "slots"]
+    top_k: Int32[Array, "slots"]
+    min_p: Float[Array, "slots"]
+
+
+def empty_state(sizes: Sizes) -> DecodeState:
+    slots = sizes.max_num_seqs
+    return DecodeState(
+        last_tokens=jnp.zeros((slots,), jnp.int32),
+        kv_lens=jnp.zeros((slots,), jnp.int32),
+        output_counts=jnp.zeros((slots,), jnp.int32),
+        page_table=jnp.zeros((slots, sizes.pages_per_seq), jnp.int32),
+        seeds=jnp.zeros((slots, 2), jnp.uint32),
+        temperature=jnp.zeros((slots,), jnp.float32),
+        top_p=jnp.ones((slots,), jnp.float32),
+        top_k=jnp.zeros((slots,), jnp.int32),
+        min_p=jnp.zeros((slots,), jnp.float32),
+    )
+
+
+def begin_step(
+    state: DecodeState, fields: dict[str, Array], bucket: Bucket, sizes: Sizes
+) -> tuple[DecodeState, Batch, Int32[Array, "rows"], Int32[Array, "rows"]]:
+    """Takes in what the host sent for a step.
+
+    Returns:
+        The new state; the forward pass's batch; which of its tokens get logits [rows]; and the slot that each of those rows
+        samples for [rows] (max_num_seqs: none).
+    """
+    state = _take_prefill_rows(state, fields)
+    slots = fields["decode_slots"]
+    state = state.replace(
+        page_table=state.page_table.at[slots, fields["decode_new_page_indices"]].set(
+            fields["decode_new_pages"], mode="drop"
+        )
+    )
+    is_row = slots < sizes.max_num_seqs
+    positions = jnp.take(state.kv_lens, slots, mode="clip")
+    page_table = jnp.take(state.page_table, slots, axis=0, mode="clip")
+    pages = jnp.take_along_axis(page_table, positions[:, None] // sizes.page_size, axis=1, mode="clip")[:, 0]
+    decode = {
+        "token_ids": jnp.take(state.last_tokens, slots, mode="clip"),
+        "positions": positions,
+        "write_pages": jnp.where(is_row, pages, sizes.num_pages),
+    }
+    state = state.replace(kv_lens=state.kv_lens.at[slots].add(1, mode="drop"))
+    prefill, last_tokens = _prefill_tokens(fields, bucket, sizes)
+    joined = {name: jnp.concatenate([decode[name], prefill[name]]) for name in decode}
+    batch = Batch(
+        token_ids=joined["token_ids"],
+        positions=joined["positions"],
+        write_pages=joined["write_pages"],
+        write_offsets=joined["positions"] % sizes.page_size,
+        decode_page_table=page_table,
+        decode_kv_lens=jnp.where(is_row, positions + 1, 0),
+        prefill_page_table=fields["prefill_page_table"],
+        prefill_query_starts=fields["prefill_query_starts"],
+        prefill_kv_lens=fields["prefill_starts"] + jnp.diff(fields["prefill_query_starts"]),
+    )
+    logit_tokens = jnp.concatenate([jnp.arange(bucket.decode_rows, dtype=jnp.int32), bucket.decode_rows + last_tokens])
+    sampling_prefill = jnp.where(fields["prefill_samples"] == 1, fields["prefill_slots"], sizes.max_num_seqs)
+    return state, batch, logit_tokens, jnp.concatenate([slots, sampling_prefill])
+
+
+def _take_prefill_rows(state: DecodeState, fields: dict[str, Array]) -> DecodeState:
+    """Sets the whole state of every slot that a prefill chunk belongs to."""
+    slots = fields["prefill_slots"]
+    lengths = jnp.diff(fields["prefill_query_starts"])
+    floats = as_float(fields["prefill_float_bits"])  # [rows, 3]
+
+    def put(array: Array, values: Array) -> Array:
+        return array.at[slots].set(values, mode="drop")
+
+    return state.replace(
+        kv_lens=put(state.kv_lens, fields["prefill_starts"] + lengths),
+        output_counts=put(state.output_counts, fields["prefill_output_indices"]),
+        page_table=put(state.page_table, fields["prefill_page_table"]),
+        seeds=put(state.seeds, as_unsigned(fields["prefill_seeds"])),
+        temperature=put(state.temperature, floats[:, 0]),
+        top_p=put(state.top_p, floats[:, 1]),
+        min_p=put(state.min_p, floats[:, 2]),
+        top_k=put(state.top_k, fields["prefill_top_k"]),
+    )
+
+
+def _prefill_tokens(
+    fields: dict[str, Array], bucket: Bucket, sizes: Sizes
+) -> tuple[dict[str, Array], Int32[Array, "prefill_rows"]]:
+    """Token ids, positions and pages of the chunks' tokens, and the index of each chunk's last token."""
+    starts = fields["prefill_query_starts"]
+    if bucket.prefill_rows == 0:
+        nothing = jnp.zeros((0,), jnp.int32)
+        return {"token_ids": nothing, "positions": nothing, "write_pages": nothing}, nothing
+    index = jnp.arange(bucket.prefill_tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(starts[1:], index, side="right").astype(jnp.int32)  # prefill_rows for padding
+    is_token = index < starts[-1]
+    row = jnp.minimum(row, bucket.prefill_rows - 1)
+    positions = jnp.where(is_token, fields["prefill_starts"][row] + index - starts[row], 0)
+    pages = fields["prefill_page_table"][row, positions // sizes.page_size]
+    tokens = {
+        "token_ids": fields["prefill_token_ids"],
+        "positions": positions,
+        "write_pages": jnp.where(is_token, pages, sizes.num_pages),
+    }
+    return tokens, jnp.maximum(starts[1:] - 1, 0)
+
+
+def sampling_arrays(
+    state: DecodeState, slots: Int32[Array, "rows"]
+) -> tuple[SamplingArrays, UInt32[Array, "rows 2"], Int32[Array, "rows"]]:
+    """Sampling parameters, seeds and random counters of the rows that sample for these slots."""
+
+    def rows(array: Array) -> Array:
+        return jnp.take(array, slots, axis=0, mode="clip")
+
+    params = SamplingArrays(
+        temperature=rows(state.temperature), top_p=rows(state.top_p), top_k=rows(state.top_k), min_p=rows(state.min_p)
+    )
+    return params, rows(state.seeds), rows(state.output_counts)
+
+
+def end_step(state: DecodeState, slots: Int32[Array, "rows"], tokens: Int32[Array, "rows"]) -> DecodeState:
+    """Keeps the sampled tokens as the next step's input."""
+    return state.replace(
+        last_tokens=state.last_tokens.at[slots].set(tokens, mode="drop"),
+        output_counts=state.output_counts.at[slots].add(1, mode="drop"),
+    )

@@ -1,0 +1,136 @@
+"""How a scheduled step crosses to the device: one packed int32 vector for each step, unpacked by offsets inside jit.
+
+One transfer a step costs less than a dozen small ones. Floats travel as their bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jaxserve.engine.schedule import ScheduledBatch
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Padded sizes of a step; each has its own compiled program."""
+
+    decode_rows: int
+    prefill_rows: int
+    prefill_tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Rows that get logits: decode rows, then prefill rows."""
+        return self.decode_rows + self.prefill_rows
+
+    def __str__(self) -> str:
+        return f"decode {self.decode_rows} + prefill {self.prefill_rows}x{self.prefill_tokens}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that every bucket shares."""
+
+    max_num_seqs: int
+    pages_per_seq: int
+    num_pages: int
+    page_size: int
+
+
+def field_shapes(bucket: Bucket, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each packed field, in order."""
+    decode, rows, tokens = bucket.decode_rows, bucket.prefill_rows, bucket.prefill_tokens
+    return {
+        "decode_slots": (decode,),  # max_num_seqs: padding
+        "decode_new_page_indices": (decode,),  # pages_per_seq: none
+        "decode_new_pages": (decode,),
+        "prefill_token_ids": (tokens,),
+        "prefill_query_starts": (rows + 1,),
+        "prefill_starts": (rows,),  # tokens of the row that are in the cache already
+        "prefill_slots": (rows,),  # max_num_seqs: padding
+        "prefill_samples": (rows,),  # 1: the chunk ends with the last known token
+        "prefill_output_indices": (rows,),
+        "prefill_seeds": (rows, 2),
+        "prefill_top_k": (rows,),
+        "prefill_float_bits": (rows, 3),  # temperature, top_p, min_p
+        "prefill_page_table": (rows, sizes.pages_per_seq),
+    }
+
+
+def packed_size(bucket: Bucket, sizes: Sizes) -> int:
+    return sum(math.prod(shape) for shape in field_shapes(bucket, sizes).values())
+
+
+def pack(batch: ScheduledBatch, bucket: Bucket, sizes: Sizes) -> np.ndarray:
+    """The step as one int32 vector [packed_size], padded to its bucket."""
+    packed = np.zeros(packed_size(bucket, sizes), np.int32)
+    views: dict[str, np.ndarray] = {}
+    offset = 0
+    for name, shape in field_shapes(bucket, sizes).items():
+        size = math.prod(shape)
+        views[name] = packed[offset : offset + size].reshape(shape)
+        offset += size
+    _fill_decode(views, batch, sizes)
+    if bucket.prefill_rows:
+        _fill_prefill(views, batch, sizes)
+    return packed
+
+
+def _fill_decode(views: Mapping[str, np.ndarray], batch: ScheduledBatch, sizes: Sizes) -> None:
+    count = len(batch.decode)
+    slots, indices = views["decode_slots"], views["decode_new_page_indices"]
+    slots[count:] = sizes.max_num_seqs
+    indices[:] = sizes.pages_per_seq
+    if count:
+        slots[:count] = [row.slot for row in batch.decode]
+        for position, row in enumerate(batch.decode):
+            if row.new_page >= 0:
+                indices[position] = row.new_page_index
+                views["decode_new_pages"][position] = row.new_page
+
+
+def _fill_prefill(views: Mapping[str, np.ndarray], batch: ScheduledBatch, sizes: Sizes) -> None:
+    views["prefill_slots"][:] = sizes.max_num_seqs
+    starts = views["prefill_query_starts"]
+    tokens, floats = views["prefill_token_ids"], views["prefill_float_bits"].view(np.float32)
+    end = 0
+    for row, chunk in enumerate(batch.prefill):
+        sampling = chunk.sequence.request.sampling
+        tokens[end : end + len(chunk.token_ids)] = chunk.token_ids
+        end += len(chunk.token_ids)
+        starts[row + 1] = end
+        views["prefill_starts"][row] = chunk.start
+        views["prefill_slots"][row] = chunk.slot
+        views["prefill_samples"][row] = chunk.samples
+        views["prefill_output_indices"][row] = chunk.output_index
+        views["prefill_seeds"][row] = np.array([chunk.sequence.seed], np.uint64).view(np.int32)
+        views["prefill_top_k"][row] = min(max(sampling.top_k, 0), np.iinfo(np.int32).max)
+        floats[row] = (sampling.temperature, sampling.top_p, sampling.min_p)
+        views["prefill_page_table"][row, : len(chunk.pages)] = chunk.pages
+    starts[len(batch.prefill) + 1 :] = end
+
+
+def unpack(packed: Array, bucket: Bucket, sizes: Sizes) -> dict[str, Array]:
+    """Inverse of `pack`, inside jit: each field at its static offset."""
+    fields: dict[str, Array] = {}
+    offset = 0
+    for name, shape in field_shapes(bucket, sizes).items():
+        size = math.prod(shape)
+        fields[name] = lax.slice(packed, (offset,), (offset + size,)).reshape(shape)
+        offset += size
+    return fields
+
+
+def as_float(bits: Array) -> Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def as_unsigned(bits: Array) -> Array:
+    return lax.bitcast_convert_type(bits, jnp.uint32)

@@ -1,0 +1,188 @@
+"""The engine thread: takes commands, schedules, launches, fetches one step late, hands out what is new."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.engine.request import RequestError, RequestOutput
+from jaxserve.engine.runner import Runner
+from jaxserve.engine.schedule import ScheduledBatch
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+OutputSink = Callable[[list[RequestOutput]], None]
+
+
+@dataclass(frozen=True)
+class LoopStats:
+    """Counters of the loop; times in seconds.
+
+    Attributes:
+        device_idle: time that the host took for its part of a step while nothing was left for the device to do.
+        busy: time in which there was work.
+        last_step: between the last two fetches.
+    """
+
+    num_steps: int = 0
+    busy: float = 0.0
+    device_idle: float = 0.0
+    last_step: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Add:
+    sequences: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_id: str
+    index: int | None
+
+
+@dataclass(frozen=True)
+class _Stop:
+    pass
+
+
+class EngineLoop:
+    """Runs scheduler and runner in a thread of its own; nothing else touches them while it runs.
+
+    Step N + 1 is launched before the tokens of step N are fetched, so that the device does not wait for the host.
+
+    Args:
+        sink: called in the engine thread with what each step brought; must return quickly.
+        on_failure: called in the engine thread when a step raised; every live request has got an error output by then.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, sink: OutputSink, on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._sink = sink
+        self._on_failure = on_failure
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._live: set[tuple[str, int]] = set()
+        self._stopping = False
+        self.stats = LoopStats()  # replaced as a whole, so that any thread reads one moment
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, sequences: tuple[Sequence, ...]) -> None:
+        """Queues the choices of one request. Any thread."""
+        self._commands.put(_Add(sequences))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request or one of its choices. Any thread."""
+        self._commands.put(_Abort(request_id, index))
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Ends the thread; requests that still run get an error output."""
+        self._commands.put(_Stop())
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+            self._fail_live_requests("the engine was shut down")
+        except Exception as error:
+            logger.exception("the engine thread failed")
+            self._fail_live_requests("the engine failed")
+            self._on_failure(error)
+
+    def _loop(self) -> None:
+        pending: Any = None
+        last_fetch = time.perf_counter()
+        while True:
+            idle = pending is None and not self._scheduler.has_work
+            self._take_commands(block=idle)
+            if self._stopping:
+                return
+            if idle:
+                last_fetch = time.perf_counter()
+            waited_for_host = pending is not None and self._runner.is_ready(pending[1])
+            started = time.perf_counter()
+            batch = self._scheduler.schedule()
+            launched = self._launch(batch) if batch else None
+            host_time = time.perf_counter() - started
+            if pending is None and launched is None:
+                self._deliver(self._scheduler.take_pending_outputs())
+                if self._scheduler.waiting or self._scheduler.running:
+                    raise RuntimeError(
+                        f"nothing can be scheduled: {len(self._scheduler.waiting)} waiting, "
+                        f"{len(self._scheduler.running)} running, {self._scheduler.pages.num_free} free pages"
+                    )
+                continue
+            if pending is not None:
+                sampled = self._runner.fetch(pending[1])
+                fetched_at = time.perf_counter()
+                outputs = self._scheduler.update(pending[0], sampled)
+                self._deliver(outputs)
+                self._count_step(fetched_at - last_fetch, host_time if waited_for_host and launched else 0.0)
+                last_fetch = fetched_at
+            pending = None if launched is None else (batch, launched)
+
+    def _launch(self, batch: ScheduledBatch) -> Any:
+        return self._runner.launch_sample(self._runner.launch_forward(batch))
+
+    def _count_step(self, duration: float, idle: float) -> None:
+        stats = self.stats
+        self.stats = LoopStats(
+            num_steps=stats.num_steps + 1,
+            busy=stats.busy + duration,
+            device_idle=stats.device_idle + idle,
+            last_step=duration,
+        )
+
+    def _take_commands(self, *, block: bool) -> None:
+        while True:
+            try:
+                command = self._commands.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            match command:
+                case _Add(sequences):
+                    self._add(sequences)
+                case _Abort(request_id, index):
+                    self._scheduler.abort(request_id, index)
+                case _Stop():
+                    self._stopping = True
+                    return
+
+    def _add(self, sequences: tuple[Sequence, ...]) -> None:
+        for sequence in sequences:
+            key = (sequence.request.request_id, sequence.index)
+            self._live.add(key)
+            try:
+                self._scheduler.add(sequence)
+            except RequestError as error:
+                self._deliver([RequestOutput(*key, (), finish_reason="error", error=str(error))])
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        if not outputs:
+            return
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._live.discard((output.request_id, output.index))
+        self._sink(outputs)
+
+    def _fail_live_requests(self, message: str) -> None:
+        while not self._commands.empty():  # requests that came too late for the scheduler
+            command = self._commands.get()
+            if isinstance(command, _Add):
+                self._live.update((sequence.request.request_id, sequence.index) for sequence in command.sequences)
+        live = sorted(self._live)
+        self._deliver([RequestOutput(*key, (), finish_reason="error", error=message) for key in live])

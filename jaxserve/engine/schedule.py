@@ -1,0 +1,71 @@
+"""What the scheduler decides for one step, and what comes back from it: plain data between scheduler and runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One more token for a sequence whose last token is on the device.
+
+    Attributes:
+        new_page: page that was added to the sequence for this token, or -1.
+        new_page_index: its place in the sequence's page table, or -1.
+    """
+
+    sequence: Sequence
+    slot: int
+    new_page: int
+    new_page_index: int
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Known tokens `start .. start + length` of a sequence.
+
+    Attributes:
+        pages: every page of the sequence so far.
+        samples: whether a token is drawn after the chunk, because it ends with the last known token.
+        output_index: which output token that is.
+    """
+
+    sequence: Sequence
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    pages: tuple[int, ...]
+    samples: bool
+    output_index: int
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """One step: decode rows and prefill chunks that run side by side."""
+
+    decode: tuple[DecodeRow, ...]
+    prefill: tuple[PrefillChunk, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prefill)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + sum(len(chunk.token_ids) for chunk in self.prefill)
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """Tokens of a step, in the order of its rows: decode rows, then prefill chunks.
+
+    Attributes:
+        token_ids: [rows, width]; width is 1 without speculation.
+        counts: [rows] how many of a row's tokens count; 0 for chunks that sample nothing.
+    """
+
+    token_ids: np.ndarray
+    counts: np.ndarray

@@ -1,0 +1,279 @@
+"""Iteration-level scheduling: who computes what in the next step. Host only; imports no jax."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.request import FinishReason, RequestError, RequestOutput
+from jaxserve.engine.schedule import DecodeRow, PrefillChunk, SampledTokens, ScheduledBatch
+from jaxserve.engine.sequence import Sequence, SequenceStatus
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Sizes that bound a step.
+
+    Attributes:
+        max_num_seqs: slots of the decode state.
+        max_num_batched_tokens: tokens a step at most; not below max_num_seqs.
+        max_prefill_rows: prefill chunks a step at most.
+        max_model_len: tokens a sequence at most.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_rows: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens (prompt + output) that one sequence may have: what the context and the whole pool allow."""
+        return min(self.max_model_len, self.num_pages * self.page_size)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+
+class Scheduler:
+    """Decode first, then prefill chunks in the order of arrival, under a token budget.
+
+    A sequence that needs a page when none is free takes those of the one that was admitted last, which starts over later
+    from its known tokens (recomputation). The first in line can always preempt every other, and no request is taken that
+    does not fit alone, so that something always advances.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.pages = PageAllocator(limits.num_pages)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in the order of admission
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.finished: Counter[str] = Counter()
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._by_request: dict[str, list[Sequence]] = {}
+        self._pending_outputs: list[RequestOutput] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self._pending_outputs)
+
+    @property
+    def num_live_requests(self) -> int:
+        return len(self._by_request)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence.
+
+        Raises:
+            RequestError: if it can never be served, whatever else leaves.
+        """
+        longest = self.limits.longest_sequence
+        if not sequence.token_ids:
+            raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
+        if len(sequence.token_ids) >= longest:
+            raise RequestError(
+                f"the prompt has {len(sequence.token_ids)} tokens, which leaves no room for an answer in the context of "
+                f"{longest} tokens; shorten the prompt",
+                parameter="prompt",
+                code="context_length_exceeded",
+            )
+        self.waiting.append(sequence)
+        self._by_request.setdefault(sequence.request.request_id, []).append(sequence)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or one choice of it. Unknown and finished ones are left alone."""
+        for sequence in list(self._by_request.get(request_id, ())):
+            if index is None or sequence.index == index:
+                self._finish(sequence, "abort")
+                self._pending_outputs.append(RequestOutput(request_id, sequence.index, (), finish_reason="abort"))
+
+    def schedule(self) -> ScheduledBatch:
+        """Decides the next step and counts it as launched."""
+        decode = self._schedule_decode()
+        prefill = self._schedule_prefill(self.limits.max_num_batched_tokens - len(decode))
+        return ScheduledBatch(decode=tuple(decode), prefill=tuple(prefill))
+
+    def update(self, batch: ScheduledBatch, sampled: SampledTokens) -> list[RequestOutput]:
+        """Takes in the tokens of a launched step, and says what is new for the clients."""
+        outputs = self.take_pending_outputs()
+        rows = [row.sequence for row in batch.decode] + [chunk.sequence for chunk in batch.prefill]
+        for row, sequence in enumerate(rows):
+            if sampled.counts[row] == 0:
+                continue
+            sequence.num_in_flight -= 1
+            if sequence.status is SequenceStatus.FINISHED:
+                self._release_if_idle(sequence)  # launched past its end: the token is discarded
+                continue
+            outputs.append(self._append(sequence, int(sampled.token_ids[row, 0])))
+        return outputs
+
+    def take_pending_outputs(self) -> list[RequestOutput]:
+        """Outputs that no step gave: of aborts."""
+        outputs, self._pending_outputs = self._pending_outputs, []
+        return outputs
+
+    def _append(self, sequence: Sequence, token: int) -> RequestOutput:
+        sequence.token_ids.append(token)
+        self.num_generation_tokens += 1
+        reason: FinishReason | None = None
+        stop_token: int | None = None
+        if token in sequence.stop_token_ids:
+            reason, stop_token = "stop", token
+        elif sequence.num_output_tokens >= sequence.max_output_tokens:
+            reason = "length"
+        if reason is not None:
+            self._finish(sequence, reason)
+        return RequestOutput(
+            sequence.request.request_id, sequence.index, (token,), finish_reason=reason, stop_token_id=stop_token
+        )
+
+    def _schedule_decode(self) -> list[DecodeRow]:
+        rows: list[DecodeRow] = []
+        # Preemption takes from the end of `running`: it never hits a row that was collected before.
+        for sequence in list(self.running):
+            if not sequence.is_decoding or sequence.is_complete_when_fetched:
+                continue
+            page, page_index = -1, -1
+            if sequence.num_computed == len(sequence.pages) * self.limits.page_size:
+                pages = self._allocate_or_preempt(1, sequence)
+                if pages is None:
+                    continue
+                page, page_index = pages[0], len(sequence.pages)
+                sequence.pages.append(page)
+            rows.append(DecodeRow(sequence, sequence.slot, page, page_index))
+            sequence.num_computed += 1
+            sequence.num_in_flight += 1
+        return rows
+
+    def _schedule_prefill(self, budget: int) -> list[PrefillChunk]:
+        chunks: list[PrefillChunk] = []
+        for sequence in list(self.running):
+            if sequence.status is SequenceStatus.RUNNING and not sequence.is_decoding:
+                if budget <= 0 or len(chunks) >= self.limits.max_prefill_rows:
+                    return chunks
+                budget -= self._add_chunk(sequence, budget, chunks)
+        while self.waiting and budget > 0 and self._free_slots and len(chunks) < self.limits.max_prefill_rows:
+            sequence = self.waiting[0]
+            if sequence.num_in_flight or not self._has_room_for(sequence):
+                break  # first come, first served: nobody overtakes
+            self.waiting.popleft()
+            self._admit(sequence)
+            budget -= self._add_chunk(sequence, budget, chunks)
+        return chunks
+
+    def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
+        """Appends the next chunk of a running sequence, and returns its tokens (0: no page to be had in this step)."""
+        start = sequence.num_computed
+        length = min(budget, len(sequence.token_ids) - start)
+        missing = self.limits.pages_for(start + length) - len(sequence.pages)
+        if missing > 0:
+            pages = self.pages.allocate(missing)
+            if pages is None and not any(other.is_decoding for other in self.running):
+                # Nobody decodes, so that no page comes free by itself: the later prefills make room for the first.
+                pages = self._allocate_or_preempt(missing, sequence, spare=[chunk.sequence for chunk in chunks])
+            if pages is None:
+                return 0
+            sequence.pages += pages
+        end = start + length
+        samples = end == len(sequence.token_ids)
+        chunks.append(
+            PrefillChunk(
+                sequence=sequence,
+                slot=sequence.slot,
+                start=start,
+                token_ids=tuple(sequence.token_ids[start:end]),
+                pages=tuple(sequence.pages),
+                samples=samples,
+                output_index=sequence.num_output_tokens,
+            )
+        )
+        sequence.num_computed = end
+        sequence.num_in_flight += samples
+        sequence.is_decoding = samples
+        return length
+
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Whether all its known tokens fit, with one page to grow for each running sequence and itself."""
+        needed = self.limits.pages_for(len(sequence.token_ids) + 1)
+        reserve = sum(1 for other in self.running if not other.is_complete_when_fetched)
+        promised = sum(
+            max(0, self.limits.pages_for(len(other.token_ids)) - len(other.pages))
+            for other in self.running
+            if not other.is_decoding
+        )
+        if not self.running:
+            return needed <= self.pages.num_free
+        return needed + reserve + promised <= self.pages.num_free
+
+    def _admit(self, sequence: Sequence) -> None:
+        sequence.slot = self._free_slots.pop()
+        sequence.status = SequenceStatus.RUNNING
+        sequence.num_computed = 0
+        if sequence.num_preemptions == 0:
+            self.num_prompt_tokens += sequence.num_prompt_tokens
+        self.running.append(sequence)
+
+    def _allocate_or_preempt(
+        self, count: int, sequence: Sequence, spare: list[Sequence] | None = None
+    ) -> list[int] | None:
+        """Pages for a sequence, if need be of those admitted after it (last first, `spare` excepted).
+
+        None: there are none; if `sequence` is itself the last, it is preempted.
+        """
+        pages = self.pages.allocate(count)
+        while pages is None:
+            victim = self.running[-1]
+            if spare and any(victim is other for other in spare):
+                return None
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+            pages = self.pages.allocate(count)
+        return pages
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence's slot and pages; it goes to the head of the queue and starts over from its known tokens.
+
+        Its pages may be given away at once: steps run in the order of their launch, so that what a launched step still
+        writes there is overwritten by the next owner. Tokens in flight are taken in when they are fetched.
+        """
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.is_decoding = False
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        self.finished[reason] += 1
+        siblings = self._by_request[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._by_request[sequence.request.request_id]
+        self._release_if_idle(sequence)
+
+    def _release_if_idle(self, sequence: Sequence) -> None:
+        """A finished sequence keeps slot and pages until the last step that was launched with it is fetched."""
+        if sequence.num_in_flight == 0:
+            self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pages.free(sequence.pages)
+        sequence.pages = []
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1

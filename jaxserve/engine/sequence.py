@@ -1,0 +1,64 @@
+"""The scheduled, mutable host state of one choice of a request."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from jaxserve.engine.request import FinishReason, Request
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"  # has no slot: new, or preempted
+    RUNNING = "running"  # has a slot; its prefill may be unfinished
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)  # two sequences are never the same one
+class Sequence:
+    """One choice of a request: its tokens, and how far the device is with them.
+
+    Attributes:
+        token_ids: prompt and every output token that the host knows.
+        num_computed: tokens whose keys and values are in the cache once every launched step has run. For a sequence that
+            decodes it runs ahead of `token_ids`: the last sampled token is still on the device.
+        num_in_flight: launched steps that sample a token for this sequence and are not fetched yet.
+        is_decoding: whether its slot on the device holds its last token, so that it goes on by decode rows; else its known
+            tokens go through prefill chunks.
+        pages: its KV pages, in order.
+        slot: its row in the device's decode state, -1 without one.
+    """
+
+    request: Request
+    index: int
+    seed: int  # unsigned 64-bit: of this choice's random stream
+    stop_token_ids: frozenset[int]
+    max_output_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_in_flight: int = 0
+    is_decoding: bool = False
+    pages: list[int] = field(default_factory=list)
+    slot: int = -1
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that the host knows."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_output_launched(self) -> int:
+        """Output tokens, with those that launched steps will give."""
+        return self.num_output_tokens + self.num_in_flight
+
+    @property
+    def is_complete_when_fetched(self) -> bool:
+        """Whether the launched steps bring the last token that it may have."""
+        return self.num_output_launched >= self.max_output_tokens

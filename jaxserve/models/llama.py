@@ -1,0 +1,123 @@
+"""The forward pass of a Llama-family decoder: one device's part, pure, over a paged KV cache."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxserve.config import ModelConfig
+from jaxserve.kernels.decode_attention import decode_attention
+from jaxserve.kernels.prefill_attention import prefill_attention
+from jaxserve.models.batch import Batch
+from jaxserve.models.kv_cache import KVCache, write_kv
+from jaxserve.models.layers import add_bias, embed, rms_norm, swiglu_mlp
+from jaxserve.models.params import LayerParams, LlamaParams
+from jaxserve.models.rope import apply_rope, inverse_frequencies, rope_tables
+from jaxserve.sharding.collectives import Collectives
+
+
+def forward(
+    params: LlamaParams, cache: KVCache, batch: Batch, *, config: ModelConfig, collectives: Collectives
+) -> tuple[Float[Array, "tokens hidden"], KVCache]:
+    """Hidden states of every token after the final norm, and the cache with their keys and values written.
+
+    Runs inside `jax.shard_map`: `params` and `cache` are this device's shards, `batch` and the result are replicated.
+    """
+    with jax.named_scope("embed"):
+        x = embed(params.embedding, batch.token_ids, collectives)  # [tokens, hidden]
+        rope = rope_tables(batch.positions, inverse_frequencies(config))
+    for index, layer in enumerate(params.layers):
+        with jax.named_scope(f"layer_{index}"):
+            attended, cache = _attention(layer, index, x, cache, batch, rope, config, collectives)
+            x = x + attended
+            with jax.named_scope("mlp"):
+                normed = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+                x = x + add_bias(
+                    swiglu_mlp(normed, layer.w_gate_up, layer.b_gate_up, layer.w_down, collectives), layer.b_down
+                )
+    with jax.named_scope("final_norm"):
+        return rms_norm(x, params.final_norm, config.rms_norm_eps), cache
+
+
+def logits(
+    params: LlamaParams, hidden: Float[Array, "rows hidden"], *, collectives: Collectives
+) -> Float[Array, "rows vocab"]:
+    """Float32 scores over the whole vocabulary, for hidden states that `forward` gave."""
+    with jax.named_scope("lm_head"):
+        if params.lm_head is None:
+            scores = jnp.einsum("rh,vh->rv", hidden, params.embedding, preferred_element_type=jnp.float32)
+        else:
+            scores = jnp.einsum("rh,hv->rv", hidden, params.lm_head, preferred_element_type=jnp.float32)
+        return collectives.all_gather_last(scores)
+
+
+def _attention(
+    layer: LayerParams,
+    index: int,
+    x: Float[Array, "tokens hidden"],
+    cache: KVCache,
+    batch: Batch,
+    rope: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    config: ModelConfig,
+    collectives: Collectives,
+) -> tuple[Float[Array, "tokens hidden"], KVCache]:
+    tokens, hidden = x.shape
+    _, kv_heads, width, head_dim = layer.wqkv.shape  # this device's KV heads; width is group + 2
+    group = width - 2
+    with jax.named_scope("qkv"):
+        normed = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
+        qkv = (normed @ layer.wqkv.reshape(hidden, -1)).reshape(tokens, kv_heads, width, head_dim)
+        qkv = add_bias(qkv, layer.bqkv)
+        q = qkv[:, :, :group].reshape(tokens, kv_heads * group, head_dim)
+        k, v = qkv[:, :, group], qkv[:, :, group + 1]  # [tokens, kv_heads, head_dim]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
+            k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+    with jax.named_scope("write_kv"):
+        cache = write_kv(cache, index, k, v, batch.write_pages, batch.write_offsets)
+    with jax.named_scope("attention"):
+        attended = _paged_attention(q, cache, index, batch, config)
+    with jax.named_scope("output"):
+        flat = attended.reshape(tokens, -1)  # [tokens, kv_heads * group * head_dim]
+        projected = collectives.all_reduce(flat @ layer.wo.reshape(-1, hidden))
+        return add_bias(projected, layer.bo), cache
+
+
+def _paged_attention(
+    q: Float[Array, "tokens heads head_dim"], cache: KVCache, index: int, batch: Batch, config: ModelConfig
+) -> Float[Array, "tokens heads head_dim"]:
+    """Decode rows and prefill chunks each through their own kernel."""
+    decode_rows = batch.decode_kv_lens.shape[0]
+    scale, window = config.head_dim**-0.5, config.sliding_window
+    layer = jnp.int32(index)
+    parts = []
+    if decode_rows:
+        parts.append(
+            decode_attention(
+                q[:decode_rows],
+                cache.k_pages,
+                cache.v_pages,
+                layer,
+                batch.decode_page_table,
+                batch.decode_kv_lens,
+                scale=scale,
+                window=window,
+            )
+        )
+    if q.shape[0] > decode_rows:
+        parts.append(
+            prefill_attention(
+                q[decode_rows:],
+                cache.k_pages,
+                cache.v_pages,
+                layer,
+                batch.prefill_page_table,
+                batch.prefill_query_starts,
+                batch.prefill_kv_lens,
+                scale=scale,
+                window=window,
+            )
+        )
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

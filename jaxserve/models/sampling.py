@@ -1,0 +1,99 @@
+"""Drawing tokens on the device: greedy, temperature, top-k, top-p, min-p, with a random stream per request."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+SamplingMode = Literal["greedy", "random", "filtered"]
+
+_INFINITY_BITS = 0x7F800000
+_MIN_TEMPERATURE = 1e-5  # below this a row is greedy: what is drawn is the most likely token in any case
+
+
+@struct.dataclass
+class SamplingArrays:
+    """Sampling parameters of each row."""
+
+    temperature: Float[Array, "rows"]  # 0: greedy
+    top_p: Float[Array, "rows"]  # 1: off
+    top_k: Int32[Array, "rows"]  # 0 or less: off
+    min_p: Float[Array, "rows"]  # 0: off
+
+
+def row_keys(seeds: UInt32[Array, "rows 2"], counters: Int32[Array, "rows"]) -> Array:
+    """One random key a row, from its request's seed and how many tokens it has drawn: nothing else of the batch enters."""
+    keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
+    return jax.vmap(jax.random.fold_in)(keys, counters)
+
+
+def sample(
+    logits: Float[Array, "rows vocab"], params: SamplingArrays, keys: Array, *, mode: SamplingMode
+) -> Int32[Array, "rows"]:
+    """One token a row.
+
+    Draws by the Gumbel maximum: argmax(logits / temperature + noise), with noise that depends on the row's key alone.
+
+    Args:
+        mode: what the batch needs at most. "greedy": every row is greedy; "random": no row has top_k, top_p or min_p;
+            "filtered": anything. A row gives the same token under each mode that serves it.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if mode == "greedy":
+        return greedy
+    logits = logits.astype(jnp.float32)
+    temperature = jnp.maximum(params.temperature, _MIN_TEMPERATURE)[:, None]
+    below_top = (jnp.max(logits, axis=-1, keepdims=True) - logits) / temperature  # [rows, vocab], 0 for the top token
+    if mode == "filtered":
+        kept = below_top <= _cut(below_top, params)[:, None]
+        below_top = jnp.where(kept, below_top, jnp.inf)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+    drawn = jnp.argmax(noise - below_top, axis=-1).astype(jnp.int32)
+    return jnp.where(params.temperature < _MIN_TEMPERATURE, greedy, drawn)
+
+
+def _cut(below_top: Float[Array, "rows vocab"], params: SamplingArrays) -> Float[Array, "rows"]:
+    """How far below the top token a token may lie: the tightest of top-k, then top-p among those, and min-p.
+
+    Tokens tied with the last one that is kept are kept too, so that the result does not depend on their order.
+    """
+    infinity = jnp.full(below_top.shape[:1], jnp.inf, jnp.float32)
+    by_count = _smallest_cut(
+        below_top, jnp.ones_like(below_top), jnp.maximum(params.top_k, 1).astype(jnp.float32)
+    )  # counts up to 2^24 are exact in float32
+    top_k_cut = jnp.where(params.top_k > 0, by_count, infinity)
+    weights = jnp.where(below_top <= top_k_cut[:, None], jnp.exp(-below_top), 0.0)
+    by_mass = _smallest_cut(below_top, weights, params.top_p * jnp.sum(weights, axis=-1))
+    top_p_cut = jnp.where(params.top_p < 1.0, by_mass, infinity)
+    min_p_cut = jnp.where(params.min_p > 0.0, -jnp.log(jnp.maximum(params.min_p, 1e-38)), infinity)
+    return jnp.minimum(jnp.minimum(top_k_cut, top_p_cut), min_p_cut)
+
+
+def _smallest_cut(
+    distances: Float[Array, "rows vocab"], weights: Float[Array, "rows vocab"], goal: Float[Array, "rows"]
+) -> Float[Array, "rows"]:
+    """The smallest distance within which a row's weights sum to its goal: bisection over the bits of the distance.
+
+    Exact and free of sorting: distances are not negative, so that their bit patterns are ordered as they are. If the goal
+    is never reached (rounding), the cut is infinite.
+    """
+
+    def enough(bits: Int32[Array, "rows"]) -> Bool[Array, "rows"]:
+        cut = lax.bitcast_convert_type(bits, jnp.float32)[:, None]
+        return jnp.sum(jnp.where(distances <= cut, weights, 0.0), axis=-1) >= goal
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds  # the answer lies in [low, high]
+        middle = low + (high - low) // 2
+        reached = enough(middle)
+        return jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
+
+    rows = distances.shape[0]
+    low, high = jnp.zeros((rows,), jnp.int32), jnp.full((rows,), _INFINITY_BITS, jnp.int32)
+    _, high = lax.fori_loop(0, 31, halve, (low, high))
+    return lax.bitcast_convert_type(high, jnp.float32)

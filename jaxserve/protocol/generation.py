@@ -1,0 +1,138 @@
+"""Text of one prompt's choices while the engine makes it, and of several prompts side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import cast
+
+from jaxserve.engine.request import RequestOutput
+from jaxserve.protocol.choice_text import ChoiceText, TextDelta
+from jaxserve.protocol.engine_protocol import TokenStream
+from jaxserve.protocol.errors import InternalServerError
+from jaxserve.protocol.observer import Outcome, RequestObserver
+
+logger = logging.getLogger(__name__)
+
+
+class TextGeneration:
+    """A submitted prompt. Iterate `deltas` once, and call `aclose` whatever happens: it ends what still runs.
+
+    Attributes:
+        prompt_tokens, completion_tokens, cached_tokens: so far; final once `deltas` has ended.
+    """
+
+    def __init__(
+        self, stream: TokenStream, choices: Sequence[ChoiceText], *, prompt_tokens: int, observer: RequestObserver
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = 0
+        self._stream = stream
+        self._choices = choices
+        self._observer = observer
+        self._arrival = time.monotonic()
+        self._last_token_times: dict[int, float] = {}
+        self._failed = False
+        self._closed = False
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self._choices)
+
+    async def deltas(self) -> AsyncGenerator[TextDelta]:
+        """One delta for each output of the engine, until every choice has finished.
+
+        Raises:
+            InternalServerError: the engine failed this request.
+        """
+        try:
+            async for output in self._stream:
+                choice = self._choices[output.index]
+                if choice.finish_reason is not None:  # tokens launched before its stop string was seen
+                    continue
+                self._check(output)
+                self._time(output)
+                delta = choice.push(output)
+                if delta.finish_reason is not None and output.finish_reason is None:
+                    self._stream.abort(output.index)
+                yield delta
+                if delta.finish_reason is not None and all(choice.finish_reason for choice in self._choices):
+                    return
+            raise InternalServerError("the engine ended this answer before it was complete", code="engine_error")
+        except Exception:
+            self._failed = True
+            raise
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends whatever still runs in the engine. Safe to call again."""
+        if self._closed:
+            return
+        self._closed = True
+        unfinished: Outcome = "error" if self._failed else "abort"
+        outcomes = [cast(Outcome, choice.finish_reason or unfinished) for choice in self._choices]
+        self._observer.finished(
+            outcomes, time.monotonic() - self._arrival, self.prompt_tokens, self.completion_tokens
+        )
+        await self._stream.aclose()
+
+    def _check(self, output: RequestOutput) -> None:
+        if output.finish_reason == "error":
+            logger.error("engine error in request %s: %s", output.request_id, output.error)
+            raise InternalServerError("the engine stopped before this answer was complete", code="engine_error")
+        if output.finish_reason == "abort":
+            raise InternalServerError("this request was aborted before its answer was complete", code="aborted")
+
+    def _time(self, output: RequestOutput) -> None:
+        self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
+        if not output.token_ids:
+            return
+        now = time.monotonic()
+        if not self._last_token_times:
+            self._observer.first_token(now - self._arrival)
+        previous = self._last_token_times.get(output.index)
+        if previous is not None:
+            self._observer.next_tokens(now - previous, len(output.token_ids))
+        self._last_token_times[output.index] = now
+
+
+async def merged_deltas(generations: Sequence[TextGeneration]) -> AsyncGenerator[TextDelta]:
+    """Deltas of several prompts in the order of their arrival. The first failure ends them all."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].deltas()) as deltas:
+            async for delta in deltas:
+                yield delta
+        return
+    queue: asyncio.Queue[TextDelta | BaseException | None] = asyncio.Queue(maxsize=len(generations))
+    tasks = [asyncio.create_task(_pump(generation, queue)) for generation in generations]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(generation: TextGeneration, queue: asyncio.Queue[TextDelta | BaseException | None]) -> None:
+    try:
+        async with aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                await queue.put(delta)
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(None)
+    finally:
+        await generation.aclose()

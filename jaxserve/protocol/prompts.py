@@ -1,0 +1,124 @@
+"""From messages or text to the token ids of a prompt. Slow for long prompts, so the service calls it in a thread pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from jaxserve.protocol.errors import BadRequestError
+from jaxserve.protocol.requests import ChatCompletionRequest, ChatMessage
+from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
+from jaxserve.text.tokenizer import Tokenizer
+
+ContentFormat = Literal["string", "parts"]
+
+PART_SEPARATOR = "\n"  # between the text parts of one message, for templates that print content as a string
+_PROBE = "jaxserve-content-probe"
+
+
+class PromptBuilder:
+    """Renders and encodes prompts for one model. Every method may be called from several threads.
+
+    Message content cannot create control tokens unless `allow_special_tokens_in_content` says so: text that spells one is
+    encoded as the plain text it is. The completions route encodes as Hugging Face does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        max_model_len: int,
+        allow_special_tokens_in_content: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._allow_special_tokens = allow_special_tokens_in_content
+        self._content_format = "string" if template is None else content_format(template)
+        self._max_model_len = max_model_len
+        longest = max((len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1)
+        self._max_prompt_bytes = max_model_len * max(longest, 1)
+
+    def chat(self, request: ChatCompletionRequest) -> list[int]:
+        """Token ids of a conversation.
+
+        Raises:
+            BadRequestError: there is no template, it refuses the messages, or they can never fit.
+        """
+        if self._template is None:
+            raise BadRequestError(
+                "this model has no chat template: send a plain prompt to /v1/completions", code="no_chat_template"
+            )
+        texts = (text for message in request.messages for text in _texts(message))
+        self._check_length(texts, "messages")
+        messages = [_for_template(message, self._content_format) for message in request.messages]
+        try:
+            return self._template.encode(
+                self._tokenizer,
+                messages,
+                allow_special_tokens_in_content=self._allow_special_tokens,
+                add_generation_prompt=request.add_generation_prompt,
+            )
+        except ChatTemplateError as error:
+            raise BadRequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages", code="chat_template_error"
+            ) from error
+
+    def completion(self, prompt: str | list[int], param: str) -> list[int]:
+        """Token ids of a plain prompt; ids that the client sent pass as they are.
+
+        Raises:
+            BadRequestError: the prompt gives no tokens, or can never fit.
+        """
+        if not isinstance(prompt, str):
+            return prompt
+        self._check_length([prompt], param)
+        token_ids = self._tokenizer.encode(prompt)
+        if not token_ids:
+            raise BadRequestError(
+                f"`{param}` is empty: this model's tokenizer adds nothing to it, and there is nothing to continue",
+                param=param,
+            )
+        return token_ids
+
+    def _check_length(self, texts: Iterable[str], param: str) -> None:
+        """Refuses what no tokenizing could make fit, before work is spent on it."""
+        num_bytes = 0
+        for text in texts:
+            num_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+        if num_bytes > self._max_prompt_bytes:
+            raise BadRequestError(
+                f"`{param}` has {num_bytes} bytes of text, more than this model's context of {self._max_model_len} tokens "
+                "can hold",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+
+def content_format(template: ChatTemplate) -> ContentFormat:
+    """Whether a template prints `message.content` as a string or loops over its parts: found out by rendering both."""
+    if _shows_probe(template, _PROBE):
+        return "string"
+    return "parts" if _shows_probe(template, [{"type": "text", "text": _PROBE}]) else "string"
+
+
+def _shows_probe(template: ChatTemplate, content: str | list[dict[str, Any]]) -> bool:
+    try:
+        return _PROBE in template.render([{"role": "user", "content": content}])
+    except ChatTemplateError:
+        return False
+
+
+def _texts(message: ChatMessage) -> list[str]:
+    return [message.content] if isinstance(message.content, str) else [part.text for part in message.content]
+
+
+def _for_template(message: ChatMessage, wanted: ContentFormat) -> dict[str, Any]:
+    texts = _texts(message)
+    content = PART_SEPARATOR.join(texts) if wanted == "string" else [{"type": "text", "text": text} for text in texts]
+    rendered: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    if message.name is not None:
+        rendered["name"] = message.name
+    if message.tool_call_id is not None:
+        rendered["tool_call_id"] = message.tool_call_id
+    return rendered

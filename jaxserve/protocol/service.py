@@ -1,0 +1,246 @@
+"""OpenAI's calls over an engine: what the server and the Python API share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError
+from jaxserve.protocol import assembly
+from jaxserve.protocol.assembly import Answer
+from jaxserve.protocol.choice_text import ChoiceText
+from jaxserve.protocol.engine_protocol import Engine
+from jaxserve.protocol.errors import ApiError, BadRequestError, NotFoundError, from_engine_error
+from jaxserve.protocol.generation import TextGeneration
+from jaxserve.protocol.observer import NoObserver, RequestObserver
+from jaxserve.protocol.prompts import PromptBuilder
+from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest
+from jaxserve.protocol.responses import ChatCompletion, ChatCompletionChunk, Completion, Model, ModelList
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
+
+ChunkT = TypeVar("ChunkT")
+ResultT = TypeVar("ResultT")
+
+TEXT_THREADS = 2  # render templates and tokenize prompts
+
+
+class ChunkStream(Generic[ChunkT]):
+    """Chunks of one streamed answer. Close it (or run it to its end): that ends what still runs in the engine.
+
+    A class and not a bare generator, since closing a generator that was never started would free nothing.
+    """
+
+    def __init__(self, answer: Answer, chunks: AsyncGenerator[ChunkT]) -> None:
+        self._answer = answer
+        self._chunks = chunks
+
+    def __aiter__(self) -> AsyncIterator[ChunkT]:
+        return self
+
+    async def __anext__(self) -> ChunkT:
+        return await self._chunks.__anext__()
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
+        await self._answer.aclose()
+
+
+@dataclass(frozen=True)
+class _EncodedPrompt:
+    token_ids: list[int]
+    param: str  # what errors call it
+    echo: str = ""
+
+
+class OpenAIService:
+    """Serves one model. All calls are made on one event loop.
+
+    The calls raise `ApiError`s: for what a client did wrong before anything was queued, for a full queue or a stopped engine,
+    and for an engine that failed on the way.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        model_name: str,
+        *,
+        allow_special_tokens_in_content: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self._created = int(time.time())
+        self._prompts = PromptBuilder(
+            tokenizer,
+            template,
+            max_model_len=engine.max_model_len,
+            allow_special_tokens_in_content=allow_special_tokens_in_content,
+        )
+        self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="jaxserve-text")
+
+    async def chat_completion(
+        self, request: ChatCompletionRequest, observer: RequestObserver | None = None
+    ) -> ChatCompletion:
+        """The whole answer to a conversation. Cancelling the call ends the work."""
+        return await assembly.chat_completion(await self._chat_answer(request, observer))
+
+    async def chat_completion_stream(
+        self, request: ChatCompletionRequest, observer: RequestObserver | None = None
+    ) -> ChunkStream[ChatCompletionChunk]:
+        """The answer chunk by chunk; it is queued when this returns, so refusals are raised here."""
+        answer = await self._chat_answer(request, observer)
+        return ChunkStream(answer, assembly.chat_completion_chunks(answer))
+
+    async def completion(self, request: CompletionRequest, observer: RequestObserver | None = None) -> Completion:
+        """The whole continuation of every prompt. Cancelling the call ends the work."""
+        return await assembly.completion(await self._completion_answer(request, observer))
+
+    async def completion_stream(
+        self, request: CompletionRequest, observer: RequestObserver | None = None
+    ) -> ChunkStream[Completion]:
+        """The continuations chunk by chunk; they are queued when this returns, so refusals are raised here."""
+        answer = await self._completion_answer(request, observer)
+        return ChunkStream(answer, assembly.completion_chunks(answer))
+
+    def models(self) -> ModelList:
+        return ModelList(object="list", data=[self.model(self.model_name)])
+
+    def model(self, name: str) -> Model:
+        """What is known of a model.
+
+        Raises:
+            NotFoundError: this server serves another one.
+        """
+        self._check_model(name)
+        return Model(
+            id=self.model_name,
+            object="model",
+            created=self._created,
+            owned_by="jaxserve",
+            max_model_len=self.engine.max_model_len,
+        )
+
+    def close(self) -> None:
+        """Stops the engine and the text threads; answers that still run fail."""
+        self.engine.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _chat_answer(self, request: ChatCompletionRequest, observer: RequestObserver | None) -> Answer:
+        self._check_generation(request)
+        token_ids = await self._in_thread(lambda: self._prompts.chat(request))
+        prompts = [_EncodedPrompt(token_ids, "messages")]
+        generations = self._submit(request, prompts, request.output_limit(), observer or NoObserver())
+        return Answer(
+            model=self.model_name,
+            generations=generations,
+            num_choices=request.n,
+            id=assembly.new_id("chatcmpl"),
+            usage=_usage(request),
+        )
+
+    async def _completion_answer(self, request: CompletionRequest, observer: RequestObserver | None) -> Answer:
+        self._check_generation(request)
+        prompts = await self._in_thread(lambda: self._encode_prompts(request))
+        generations = self._submit(request, prompts, request.output_limit(), observer or NoObserver())
+        echo = {
+            position * request.n + choice: prompt.echo
+            for position, prompt in enumerate(prompts)
+            for choice in range(request.n)
+            if request.echo
+        }
+        return Answer(
+            model=self.model_name,
+            generations=generations,
+            num_choices=request.n * len(prompts),
+            id=assembly.new_id("cmpl"),
+            echo=echo,
+            usage=_usage(request),
+        )
+
+    def _encode_prompts(self, request: CompletionRequest) -> list[_EncodedPrompt]:
+        """In a thread: token ids of every prompt, and its text where it is to be echoed."""
+        encoded: list[_EncodedPrompt] = []
+        several = isinstance(request.prompt, list) and not isinstance(request.prompt[0], int)
+        for position, prompt in enumerate(request.prompts()):
+            param = f"prompt[{position}]" if several else "prompt"
+            token_ids = self._prompts.completion(prompt, param)
+            echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) if request.echo else ""
+            encoded.append(_EncodedPrompt(token_ids, param, echo))
+        return encoded
+
+    def _submit(
+        self,
+        request: ChatCompletionRequest | CompletionRequest,
+        prompts: Sequence[_EncodedPrompt],
+        max_tokens: int | None,
+        observer: RequestObserver,
+    ) -> list[TextGeneration]:
+        """Queues every prompt, or none: the request fails as a whole."""
+        streams = []
+        try:
+            for prompt in prompts:
+                room = max(1, self.engine.max_model_len - len(prompt.token_ids))
+                sampling = request.sampling(max_tokens=None if max_tokens is None else min(max_tokens, room))
+                streams.append(self.engine.submit(prompt.token_ids, sampling))
+        except (RequestError, QueueFullError, EngineStoppedError) as error:
+            for stream in streams:
+                stream.abort()
+            raise _named(from_engine_error(error), prompts[len(streams)].param) from error
+        return [
+            TextGeneration(
+                stream,
+                [
+                    ChoiceText(
+                        position * request.n + choice,
+                        self.tokenizer,
+                        prompt.token_ids,
+                        stops=request.stop,
+                        skip_special_tokens=request.skip_special_tokens,
+                    )
+                    for choice in range(request.n)
+                ],
+                prompt_tokens=len(prompt.token_ids),
+                observer=observer,
+            )
+            for position, (stream, prompt) in enumerate(zip(streams, prompts, strict=True))
+        ]
+
+    def _check_generation(self, request: ChatCompletionRequest | CompletionRequest) -> None:
+        if request.model is not None:
+            self._check_model(request.model)
+        vocab_size = self.engine.model_config.vocab_size
+        for position, token_id in enumerate(request.stop_token_ids):
+            if token_id >= vocab_size:
+                raise BadRequestError(
+                    f"`stop_token_ids[{position}]` is {token_id}; the vocabulary ends at {vocab_size - 1}",
+                    param=f"stop_token_ids[{position}]",
+                )
+
+    def _check_model(self, name: str) -> None:
+        if name != self.model_name:
+            raise NotFoundError(
+                f"the model {name[:200]!r} is not served here; {self.model_name!r} is", param="model", code="model_not_found"
+            )
+
+    async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _usage(request: ChatCompletionRequest | CompletionRequest) -> assembly.UsageMode:
+    if request.continuous_usage():
+        return "always"
+    return "last" if request.include_usage() else "none"
+
+
+def _named(error: ApiError, param: str) -> ApiError:
+    """The same refusal, naming the field that the client wrote the prompt in."""
+    if isinstance(error, BadRequestError) and error.param is None:
+        return BadRequestError(error.message, param=param, code=error.code)
+    return error
