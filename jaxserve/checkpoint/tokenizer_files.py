@@ -62,7 +62,8 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     unknown = sorted(set(settings) - known)
     if unknown:
         raise CheckpointError(
-            f"{folder / SETTINGS_FILE}: unknown keys {unknown}, made by a newer version of jaxserve? Convert the model again"
+            f"{folder / SETTINGS_FILE}: unknown keys {unknown}, made by a newer version of jaxserve? "
+            "Convert the model again"
         )
     settings["eos_token_ids"] = tuple(settings.get("eos_token_ids", ()))
     return TokenizerFiles(read_text(folder / TOKENIZER_FILE), TokenizerSettings(**settings))

@@ -1,7 +1,7 @@
 """Chat messages to prompt tokens, through the model's own Jinja template in a sandbox.
 
-Safe by default: a control token in the prompt comes from the template, never from what a message says. Where no message spells
-a control token, the ids are those of Hugging Face's `apply_chat_template`.
+Safe by default: a control token in the prompt comes from the template, never from what a message says. Where no message
+spells a control token, the ids are those of Hugging Face's `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import jinja2.sandbox
 
 from jaxserve.text.tokenizer import Tokenizer
 
-# Unicode's noncharacters: valid in a str, and no text that means anything has them. One that the input lacks breaks up spellings.
+# Unicode's noncharacters: valid in a str, and no text that means anything has them. One that the input lacks breaks up
+# spellings.
 _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 _PROBE = "jaxserve-probe"
 
@@ -83,8 +84,8 @@ class ChatTemplate:
         """The prompt as token ids.
 
         Args:
-            allow_special_tokens_in_content: True: text that spells a control token becomes it wherever it stands, as Hugging
-                Face does; whoever writes a message can then close their turn and open a system turn.
+            allow_special_tokens_in_content: True: text that spells a control token becomes it wherever it stands, as
+                Hugging Face does; whoever writes a message can then close their turn and open a system turn.
 
         Raises:
             ChatTemplateError: as `render`.
@@ -115,7 +116,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_one_line(error)) from error
         except Exception as error:  # whatever Python raises inside a template is the messages' not fitting it
-            raise ChatTemplateError(f"the model's chat template cannot take these messages: {_one_line(error)}") from error
+            message = f"the model's chat template cannot take these messages: {_one_line(error)}"
+            raise ChatTemplateError(message) from error
 
     def _try(self, content: Any) -> str:
         try:
@@ -162,8 +164,8 @@ def _content_text(content: Any, where: str) -> str:
 def encode_marked(tokenizer: Tokenizer, text: str, mark: str) -> list[int]:
     """Ids of a text in which `mark` breaks up each spelling of a control token that must stay text.
 
-    The tokenizer cuts a text at control tokens before anything else, so encoding what lies between them piece by piece gives
-    the ids of the whole.
+    The tokenizer cuts a text at control tokens before anything else, so encoding what lies between them piece by piece
+    gives the ids of the whole.
     """
     tokens = tokenizer.special_tokens
     token_ids: list[int] = []
@@ -236,7 +238,7 @@ class _SpellingBreaker:
 
 
 def _spelling_pattern(special_tokens: Mapping[str, Any], mark: str) -> re.Pattern[str]:
-    """Matches any control token, the longest where several begin; one of a single character only without marks before it."""
+    """Matches any control token, the longest where several begin; a single character only without two marks before."""
     spellings = sorted((token for token in special_tokens if len(token) > 1), key=len, reverse=True)
     alternatives = [re.escape(token) for token in spellings]
     alternatives += [f"(?<!{mark}{mark}){re.escape(token)}" for token in special_tokens if len(token) == 1]

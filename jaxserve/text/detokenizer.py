@@ -16,8 +16,8 @@ class Detokenizer:
     """Turns new tokens into new text at a constant cost per token.
 
     No piece ends inside a character: bytes that may still become one are held back until they do, or until they cannot.
-    Joined, the pieces equal `decode(prompt + output)` without `decode(prompt)`; a character that the output completes belongs
-    to the output.
+    Joined, the pieces equal `decode(prompt + output)` without `decode(prompt)`; a character that the output completes
+    belongs to the output.
     """
 
     def __init__(

@@ -22,8 +22,9 @@ class StopMatch:
 class StopStrings:
     """Finds the first place where any stop string stands, however the text is cut into pieces.
 
-    The cut is where the leftmost match begins. So a match waits while an earlier place may still become one: with stops "abcd"
-    and "bc", the text "abc" is not decided before the next character. Of two that begin at one place, the shorter is found.
+    The cut is where the leftmost match begins. So a match waits while an earlier place may still become one: with
+    stops "abcd" and "bc", the text "abc" is not decided before the next character. Of two that begin at one place, the
+    shorter is found.
 
     Attributes:
         matched: the stop string that was found, by `push` or by `finish`, or None.
@@ -71,7 +72,7 @@ class StopStrings:
         return place, self._stops[rank] if rank >= 0 else None
 
     def _leftmost_beginning(self, text: str) -> int:
-        """Where the longest end of the text begins that is the beginning of a stop string; the text's length if none is."""
+        """Where the longest end of the text that begins a stop string starts; the text's length if there is none."""
         for stop_length in range(min(len(self._stops[-1]) - 1, len(text)), 0, -1):
             ending = text[len(text) - stop_length :]
             if any(len(stop) > stop_length and stop.startswith(ending) for stop in self._stops):

@@ -1,4 +1,4 @@
-"""From the spelling of a token in the vocabulary to the bytes it stands for, read off the decoder in `tokenizer.json`."""
+"""From a token's spelling in the vocabulary to the bytes it stands for, as `tokenizer.json` says under `decoder`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class DecodingScheme:
     """How tokens become text.
 
     Attributes:
-        kind: "byte_level": each character of a spelling is one byte (GPT-2's table), and the bytes of all tokens together
-            are read as UTF-8. "byte_fallback": a spelling is text, except `<0xE9>`, which is one byte; bytes are read as
-            UTF-8 one run at a time.
+        kind: "byte_level": each character of a spelling is one byte (GPT-2's table), and the bytes of all tokens
+            together are read as UTF-8. "byte_fallback": a spelling is text, except `<0xE9>`, which is one byte; bytes
+            are read as UTF-8 one run at a time.
         replaced: the character that stands for a space in spellings (SentencePiece's "▁"), or "".
         stripped_spaces: how many leading spaces the decoder drops from the text as a whole.
     """

@@ -64,8 +64,8 @@ class Tokenizer:
 
         Args:
             add_special_tokens: add what the checkpoint adds by itself (usually BOS, or nothing).
-            allow_special_tokens: text that spells a control token becomes that token, as with Hugging Face; otherwise it is
-                encoded as the plain text that it is.
+            allow_special_tokens: text that spells a control token becomes that token, as with Hugging Face; otherwise
+                it is encoded as the plain text that it is.
         """
         backend = self._backend if allow_special_tokens else self._literal_backend(continued=False)
         return backend.encode(_valid_unicode(text), add_special_tokens=add_special_tokens).ids
@@ -95,7 +95,7 @@ class Tokenizer:
         return b"" if token is None else self.scheme.token_bytes(token)
 
     def _literal_backend(self, *, continued: bool) -> tokenizers.Tokenizer:
-        """A copy that makes no control tokens from text: a copy, since the switch is the object's and not the call's."""
+        """A copy that makes no control tokens from text; a copy, since the switch is the object's, not the call's."""
         with self._literal_lock:
             if continued not in self._literal_backends:
                 source = _without_first_prefix(self._json) if continued else self._json
