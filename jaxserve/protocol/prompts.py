@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.requests import ChatCompletionRequest, ChatMessage
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
 from jaxserve.text.tokenizer import Tokenizer
-
-ContentFormat = Literal["string", "parts"]
-
-PART_SEPARATOR = "\n"  # between the text parts of one message, for templates that print content as a string
-_PROBE = "jaxserve-content-probe"
 
 
 class PromptBuilder:
@@ -34,7 +29,6 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._template = template
         self._allow_special_tokens = allow_special_tokens_in_content
-        self._content_format = "string" if template is None else content_format(template)
         self._max_model_len = max_model_len
         longest = max((len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1)
         self._max_prompt_bytes = max_model_len * max(longest, 1)
@@ -51,7 +45,7 @@ class PromptBuilder:
             )
         texts = (text for message in request.messages for text in _texts(message))
         self._check_length(texts, "messages")
-        messages = [_for_template(message, self._content_format) for message in request.messages]
+        messages = [_for_template(message) for message in request.messages]
         try:
             return self._template.encode(
                 self._tokenizer,
@@ -95,30 +89,11 @@ class PromptBuilder:
             )
 
 
-def content_format(template: ChatTemplate) -> ContentFormat:
-    """Whether a template prints `message.content` as a string or loops over its parts: found out by rendering both."""
-    if _shows_probe(template, _PROBE):
-        return "string"
-    return "parts" if _shows_probe(template, [{"type": "text", "text": _PROBE}]) else "string"
-
-
-def _shows_probe(template: ChatTemplate, content: str | list[dict[str, Any]]) -> bool:
-    try:
-        return _PROBE in template.render([{"role": "user", "content": content}])
-    except ChatTemplateError:
-        return False
-
-
 def _texts(message: ChatMessage) -> list[str]:
     return [message.content] if isinstance(message.content, str) else [part.text for part in message.content]
 
 
-def _for_template(message: ChatMessage, wanted: ContentFormat) -> dict[str, Any]:
-    texts = _texts(message)
-    content = PART_SEPARATOR.join(texts) if wanted == "string" else [{"type": "text", "text": text} for text in texts]
-    rendered: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    if message.name is not None:
-        rendered["name"] = message.name
-    if message.tool_call_id is not None:
-        rendered["tool_call_id"] = message.tool_call_id
-    return rendered
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    """The message as templates know it: without absent fields, `developer` by the name that models were trained with."""
+    fields = message.model_dump(exclude_none=True)
+    return fields | {"role": "system"} if message.role == "developer" else fields

@@ -22,6 +22,7 @@ from jaxserve.sampling_params import MAX_CHOICES, SEED_MAX, SEED_MIN, SamplingPa
 
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
+MAX_TOTAL_CHOICES = 1024  # prompts x n of one request
 MAX_PROMPT_TOKEN_IDS = 1 << 20
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_LENGTH = 1000  # characters
@@ -231,6 +232,9 @@ def check_completion_rules(request: CompletionRequest) -> None:
         raise BadRequestError(
             f"`best_of` ({request.best_of}) must equal `n` ({request.n}): choices are not ranked here", param="best_of"
         )
+    total = len(request.prompts()) * request.n
+    if total > MAX_TOTAL_CHOICES:
+        raise BadRequestError(f"prompts times `n` is {total}; the limit is {MAX_TOTAL_CHOICES}", param="n")
 
 
 def check_stream_options(request: _Generation) -> None:

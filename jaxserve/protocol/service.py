@@ -13,7 +13,7 @@ from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestE
 from jaxserve.protocol import assembly
 from jaxserve.protocol.assembly import Answer
 from jaxserve.protocol.choice_text import ChoiceText
-from jaxserve.protocol.engine_protocol import Engine
+from jaxserve.protocol.engine_protocol import Engine, TokenStream
 from jaxserve.protocol.errors import ApiError, BadRequestError, NotFoundError, from_engine_error
 from jaxserve.protocol.generation import TextGeneration
 from jaxserve.protocol.observer import NoObserver, RequestObserver
@@ -183,33 +183,37 @@ class OpenAIService:
         observer: RequestObserver,
     ) -> list[TextGeneration]:
         """Queues every prompt, or none: the request fails as a whole."""
-        streams = []
+        streams: list[TokenStream] = []
+        generations: list[TextGeneration] = []
         try:
             for prompt in prompts:
                 room = max(1, self.engine.max_model_len - len(prompt.token_ids))
                 sampling = request.sampling(max_tokens=None if max_tokens is None else min(max_tokens, room))
                 streams.append(self.engine.submit(prompt.token_ids, sampling))
-        except (RequestError, QueueFullError, EngineStoppedError) as error:
+                choices = self._choices(request, prompt, first_index=len(generations) * request.n)
+                generations.append(
+                    TextGeneration(streams[-1], choices, prompt_tokens=len(prompt.token_ids), observer=observer)
+                )
+        except BaseException as error:
             for stream in streams:
                 stream.abort()
-            raise _named(from_engine_error(error), prompts[len(streams)].param) from error
+            if isinstance(error, (RequestError, QueueFullError, EngineStoppedError)):
+                raise _named(from_engine_error(error), prompts[len(streams)].param) from error
+            raise
+        return generations
+
+    def _choices(
+        self, request: ChatCompletionRequest | CompletionRequest, prompt: _EncodedPrompt, first_index: int
+    ) -> list[ChoiceText]:
         return [
-            TextGeneration(
-                stream,
-                [
-                    ChoiceText(
-                        position * request.n + choice,
-                        self.tokenizer,
-                        prompt.token_ids,
-                        stops=request.stop,
-                        skip_special_tokens=request.skip_special_tokens,
-                    )
-                    for choice in range(request.n)
-                ],
-                prompt_tokens=len(prompt.token_ids),
-                observer=observer,
+            ChoiceText(
+                first_index + choice,
+                self.tokenizer,
+                prompt.token_ids,
+                stops=request.stop,
+                skip_special_tokens=request.skip_special_tokens,
             )
-            for position, (stream, prompt) in enumerate(zip(streams, prompts, strict=True))
+            for choice in range(request.n)
         ]
 
     def _check_generation(self, request: ChatCompletionRequest | CompletionRequest) -> None:
@@ -241,6 +245,6 @@ def _usage(request: ChatCompletionRequest | CompletionRequest) -> assembly.Usage
 
 def _named(error: ApiError, param: str) -> ApiError:
     """The same refusal, naming the field that the client wrote the prompt in."""
-    if isinstance(error, BadRequestError) and error.param is None:
+    if isinstance(error, BadRequestError) and error.param in (None, "prompt"):
         return BadRequestError(error.message, param=param, code=error.code)
     return error

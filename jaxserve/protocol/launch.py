@@ -1,0 +1,58 @@
+"""From a model's name to a service that answers: fetch, convert, load, compile."""
+
+from __future__ import annotations
+
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.source import resolve_model
+from jaxserve.checkpoint.store import load_checkpoint
+from jaxserve.config import EngineConfig
+from jaxserve.engine.build import build_engine
+from jaxserve.progress import Progress
+from jaxserve.protocol.service import OpenAIService
+from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+
+
+def launch(
+    model: str,
+    config: EngineConfig,
+    progress: Progress,
+    served_model_name: str | None = None,
+    *,
+    allow_special_tokens_in_content: bool = False,
+) -> OpenAIService:
+    """A service whose engine runs and has compiled all it will ever need.
+
+    Args:
+        model: a known name, a local folder or file, or "hf:ORG/NAME".
+        served_model_name: what clients call the model; None: `model` itself.
+
+    Raises:
+        CheckpointError: the model cannot be found, read or used; one line says what to do about it.
+    """
+    folder = resolve_model(model, progress)
+    checkpoint = load_checkpoint(folder, config.dtype, progress)
+    tokenizer = load_tokenizer(checkpoint.tokenizer_dir)
+    template = load_chat_template(tokenizer, model)
+    engine = build_engine(checkpoint.model_config, checkpoint.params, config, progress)
+    return OpenAIService(
+        engine,
+        tokenizer,
+        template,
+        served_model_name or model,
+        allow_special_tokens_in_content=allow_special_tokens_in_content,
+    )
+
+
+def load_chat_template(tokenizer: Tokenizer, model: str) -> ChatTemplate | None:
+    """The checkpoint's own template, or None where it has none.
+
+    Raises:
+        CheckpointError: it is not valid, which is told at start and not at the first request.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    try:
+        return ChatTemplate(tokenizer.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+    except ChatTemplateError as error:
+        raise CheckpointError(f"{model}: {error}") from error

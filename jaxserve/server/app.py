@@ -1,0 +1,112 @@
+"""The HTTP application: routes and what stands before them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxserve.config import ServerConfig
+from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
+from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest
+from jaxserve.protocol.responses import ChatCompletion, Completion
+from jaxserve.protocol.service import ChunkStream, OpenAIService
+from jaxserve.server.body import read_json
+from jaxserve.server.errors import EXCEPTION_HANDLERS, json_response
+from jaxserve.server.metrics import Metrics
+from jaxserve.server.middleware import ApiKeyMiddleware, RequestContextMiddleware
+from jaxserve.server.slot import ServiceSlot
+from jaxserve.server.streaming import EventStreamResponse, until_disconnected
+
+RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest)
+
+
+def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig) -> Starlette:
+    """The application that serves `service`, or whatever comes to be in the slot.
+
+    It answers OpenAI's routes, and /health, /metrics, /stats and /version beside them.
+    """
+    slot = service if isinstance(service, ServiceSlot) else ServiceSlot(service)
+    routes = _Routes(slot, config, Metrics(slot))
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/models", routes.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
+            Route("/health", routes.health, methods=["GET"]),
+            Route("/metrics", routes.metrics, methods=["GET"]),
+            Route("/stats", routes.stats, methods=["GET"]),
+            Route("/version", routes.version, methods=["GET"]),
+        ],
+        middleware=[Middleware(RequestContextMiddleware), Middleware(ApiKeyMiddleware, api_keys=config.api_keys)],
+        exception_handlers=EXCEPTION_HANDLERS,  # type: ignore[arg-type]
+    )
+    app.router.redirect_slashes = False  # a redirect is no error object, and clients drop the body of a redirected POST
+    return app
+
+
+def version() -> str:
+    """Of the installed package; "0+unknown" in a checkout that was never installed."""
+    try:
+        return importlib.metadata.version("jaxserve")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+class _Routes:
+    """The endpoints, over what they share."""
+
+    def __init__(self, slot: ServiceSlot, config: ServerConfig, metrics: Metrics) -> None:
+        self._slot = slot
+        self._config = config
+        self._metrics = metrics
+
+    async def chat_completions(self, request: Request) -> Response:
+        service = self._slot.for_work()
+        return await self._answer(
+            request, parse_chat_request, service.chat_completion, service.chat_completion_stream
+        )
+
+    async def completions(self, request: Request) -> Response:
+        service = self._slot.for_work()
+        return await self._answer(request, parse_completion_request, service.completion, service.completion_stream)
+
+    async def models(self, request: Request) -> Response:
+        return json_response(self._slot.loaded().models().model_dump())
+
+    async def model(self, request: Request) -> Response:
+        return json_response(self._slot.loaded().model(request.path_params["name"]).model_dump())
+
+    async def health(self, request: Request) -> Response:
+        return json_response({"status": "ok", "device": self._slot.for_work().engine.device_kind})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def stats(self, request: Request) -> Response:
+        return json_response(dataclasses.asdict(self._slot.loaded().engine.stats()))  # type: ignore[call-overload]
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": version()})
+
+    async def _answer(
+        self,
+        request: Request,
+        parse: Callable[[Mapping[str, Any]], RequestT],
+        whole: Callable[[RequestT, Metrics], Coroutine[Any, Any, ChatCompletion | Completion]],
+        streamed: Callable[[RequestT, Metrics], Coroutine[Any, Any, ChunkStream[Any]]],
+    ) -> Response:
+        parsed = parse(await read_json(request, self._config.max_body_bytes))
+        if parsed.stream:
+            return EventStreamResponse(await until_disconnected(request.receive, streamed(parsed, self._metrics)))
+        result = await until_disconnected(request.receive, whole(parsed, self._metrics))
+        return Response(result.to_json(), media_type="application/json")

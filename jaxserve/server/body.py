@@ -1,0 +1,46 @@
+"""Reading a request's body: as JSON, bounded in size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+
+from jaxserve.protocol.errors import BadRequestError, RequestTooLargeError
+from jaxserve.protocol.parsing import parse_json
+from jaxserve.server.errors import ClientDisconnectedError
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The body, parsed.
+
+    Raises:
+        RequestTooLargeError: it is longer than `max_bytes`; no more than that is kept.
+        BadRequestError: it is no JSON object, or is not declared as JSON (which keeps web pages of other origins from sending
+            one without asking first).
+        ClientDisconnectedError: the client went away before it had sent all.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise BadRequestError(f"send the header `Content-Type: application/json`, not {content_type[:60] or 'none'!r}")
+    return parse_json(await _read(request, max_bytes))
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _too_large(max_bytes: int) -> RequestTooLargeError:
+    return RequestTooLargeError(f"the body is larger than the {max_bytes} bytes that this server accepts")

@@ -1,0 +1,92 @@
+"""What every request passes before it reaches a route: its id, the last resort for errors, and the API key."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.protocol.errors import AuthenticationError
+from jaxserve.server.errors import error_response, internal_error
+
+logger = logging.getLogger(__name__)
+
+PUBLIC_PATHS = frozenset({"/health"})  # everything else needs a key, routes yet to be written included
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class RequestContextMiddleware:
+    """Gives each request an id (the client's `x-request-id`, if it sent a usable one) and answers unforeseen errors.
+
+    The id is for logs and for the client; the engine has ids of its own, so two requests may well bring the same one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _client_request_id(scope) or uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("unforeseen error in %s %s, request id %s", scope["method"], scope["path"], request_id)
+            if started:
+                raise  # the server closes the connection, so that the client cannot take the answer for whole
+            await error_response(internal_error(request_id))(scope, receive, send_with_id)
+
+
+class ApiKeyMiddleware:
+    """Lets only requests with a known key through, but for `PUBLIC_PATHS`. Without keys, everyone is let through."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode("utf-8")).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or not self._digests or self._allowed(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            error = AuthenticationError(
+                "send a valid API key as `Authorization: Bearer KEY`", code="invalid_api_key"
+            )
+            await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        if scope["type"] == "http" and scope["path"] in PUBLIC_PATHS and scope["method"] in ("GET", "HEAD"):
+            return True
+        headers = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(headers) != 1:  # of two, a proxy before us may have checked the other
+            return False
+        scheme, _, key = headers[0].partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()  # of equal length, whatever was sent
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, in constant time
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+def _client_request_id(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value.decode("ascii")
+    return None

@@ -1,0 +1,20 @@
+"""`jaxserve serve`: a model by its name, over HTTP."""
+
+from __future__ import annotations
+
+from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.progress import Progress
+from jaxserve.protocol.launch import launch
+from jaxserve.server.lifecycle import run
+
+
+def serve(model: str, engine_config: EngineConfig, server_config: ServerConfig, progress: Progress) -> int:
+    """Loads and serves a model until a signal ends it.
+
+    Args:
+        model: a known name, a local folder or file, or "hf:ORG/NAME".
+
+    Returns:
+        The process's exit code: 0 after a clean drain, 3 if answers had to be cut short, 1 for a failed start or engine.
+    """
+    return run(lambda: launch(model, engine_config, progress, server_config.served_model_name), server_config)

@@ -1,0 +1,107 @@
+"""Server-sent events, and noticing that a client has gone away.
+
+Starlette's response classes would do for the bytes. These do two things more: nothing is sent before the first chunk is there,
+so that a failure until then is an HTTP error and not an event; and a plain handler is watched for disconnects like a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.protocol.errors import ApiError
+from jaxserve.protocol.responses import ChatCompletionChunk, Completion
+from jaxserve.protocol.service import ChunkStream
+from jaxserve.server.errors import ClientDisconnectedError, internal_error
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Returns when the client is gone. The request's body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The work's result; cancels it when the client goes away.
+
+    Raises:
+        ClientDisconnectedError: the client went away first.
+    """
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientDisconnectedError
+        return worker.result()
+    finally:
+        await _cancel(worker, watcher)
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStreamResponse(Response):
+    """Sends each chunk as one event, then `[DONE]`; after a failure an event with the error instead, and no `[DONE]`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: ChunkStream[ChatCompletionChunk] | ChunkStream[Completion]) -> None:
+        self._chunks = chunks
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnected(receive, self._send_events(scope, send))
+        except ClientDisconnectedError:
+            logger.debug("client went away, request id %s", scope["state"]["request_id"])
+        finally:
+            await self._chunks.aclose()
+
+    def init_headers(self, headers: Any = None) -> None:
+        super().init_headers(headers)
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+
+    async def _send_events(self, scope: Scope, send: Send) -> None:
+        first = await anext(self._chunks)  # raises what is still an HTTP error
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await _send_event(send, _event(first))
+            async for chunk in self._chunks:
+                await _send_event(send, _event(chunk))
+            last = DONE
+        except Exception as error:
+            last = _error_event(error, scope["state"]["request_id"])
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _send_event(send: Send, event: bytes) -> None:
+    await send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+def _event(chunk: ChatCompletionChunk | Completion) -> bytes:
+    return b"data: %b\n\n" % chunk.to_json().encode("utf-8")
+
+
+def _error_event(error: Exception, request_id: str) -> bytes:
+    if not isinstance(error, ApiError):
+        logger.error("unforeseen error in a stream, request id %s", request_id, exc_info=error)
+        error = internal_error(request_id)
+    return b"data: %b\n\n" % json.dumps(error.body()).encode("utf-8")
