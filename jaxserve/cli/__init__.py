@@ -1,1 +1,1 @@
-"""The `jaxserve` command. Heavy imports (jax, the server) happen inside the commands, so that --help answers at once."""
+"""The `jaxserve` command. Commands import jax and the server when they run, so that --help answers at once."""

@@ -22,6 +22,8 @@ def reported_errors(verbose: int) -> Iterator[None]:
     """
     try:
         yield
+    except typer.Exit:
+        raise
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
@@ -43,7 +45,8 @@ def describe(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno is not None:
         reason = error.strerror or os.strerror(error.errno)
         return one_line(f"{reason}: {error.filename}" if error.filename is not None else reason)
-    if isinstance(error, ValueError | MemoryError) or is_ours(error):
+    # A plain RuntimeError is raised with a message for people; its subclasses come from jax and others.
+    if isinstance(error, ValueError | MemoryError) or type(error) is RuntimeError or is_ours(error):
         return one_line(str(error)) or type(error).__name__
     return None
 

@@ -17,7 +17,9 @@ def configure_logging(verbose: int) -> None:
         verbose: 0: warnings; 1: what jaxserve does as well; 2 and more: everything, libraries included.
     """
     level = {0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
-    pattern = "jaxserve: %(levelname)s: %(message)s" if verbose == 0 else "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    pattern = (
+        "jaxserve: %(levelname)s: %(message)s" if verbose == 0 else "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     logging.basicConfig(level=level, format=pattern, stream=sys.stderr, force=True)
     for name in CHATTY_LIBRARIES:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose >= 2 else logging.WARNING)

@@ -9,14 +9,21 @@ from typing import Annotated
 import typer
 
 from jaxserve.cli.chat import chat
-from jaxserve.cli.models import convert, pull
+from jaxserve.cli.models import pull
 from jaxserve.cli.serve import serve
 
 
 def version_text() -> str:
-    """Versions that a bug report needs, without importing the packages."""
-    packages = ("jaxserve", "jax", "jaxlib")
-    return "\n".join([*(f"{name} {metadata.version(name)}" for name in packages), f"python {platform.python_version()}"])
+    """Versions that a bug report needs, found without importing the packages."""
+    lines = [f"{name} {installed_version(name)}" for name in ("jaxserve", "jax", "jaxlib")]
+    return "\n".join([*lines, f"python {platform.python_version()}"])
+
+
+def installed_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # such as jaxserve run from a checkout that was never installed
+        return "(not installed)"
 
 
 def print_version(wanted: bool) -> None:
@@ -41,10 +48,14 @@ def options(
 def build_app() -> typer.Typer:
     # Plain texts and tracebacks: what is printed can be grepped and pasted.
     app = typer.Typer(
-        name="jaxserve", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+        name="jaxserve",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
     )
     app.callback()(options)
-    for command in (chat, serve, pull, convert, version):
+    for command in (chat, serve, pull, version):
         app.command()(command)
     return app
 

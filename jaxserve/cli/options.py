@@ -11,7 +11,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help="A known name, a local folder or file (Hugging Face, GGUF, or what `jaxserve convert` wrote), "
         "or hf:ORG/NAME.",
         show_default=True,

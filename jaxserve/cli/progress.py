@@ -21,8 +21,8 @@ SECONDS_BETWEEN_LINES = 5.0
 
 def progress_on(stream: TextIO | None = None) -> Progress:
     """What suits the stream (default: stderr, so that stdout holds results only)."""
-    stream = sys.stderr if stream is None else stream
-    return BarProgress(stream) if stream.isatty() else LineProgress(stream)
+    target = stream or sys.stderr
+    return BarProgress(target) if target.isatty() else LineProgress(target)
 
 
 def amount_text(amount: float, unit: str) -> str:

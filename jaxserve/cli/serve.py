@@ -32,11 +32,19 @@ def serve(
     port: Annotated[int, typer.Option(metavar="PORT", help="Port to listen on; 0: any free one.")] = _SERVER.port,
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[
-        int, typer.Option(metavar="COUNT", help="Answers that are generated at once.")
-    ] = _ENGINE.max_num_seqs,
+        int | None,
+        typer.Option(metavar="COUNT", help="Answers that are generated at once; unset: what suits the device."),
+    ] = None,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Tokens that one step computes at most.")
-    ] = _ENGINE.max_num_batched_tokens,
+        int | None,
+        typer.Option(metavar="TOKENS", help="Tokens that one step computes at most; unset: what suits the device."),
+    ] = None,
+    max_num_queued_requests: Annotated[
+        int, typer.Option(metavar="COUNT", help="Requests that may wait; one more is refused.")
+    ] = _ENGINE.max_num_queued_requests,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(metavar="COUNT", help="Devices that the model is cut across.")
+    ] = _ENGINE.tensor_parallel_size,
     gpu_memory_utilization: MemoryUtilization = _ENGINE.gpu_memory_utilization,
     api_key: Annotated[
         list[str] | None,
@@ -73,6 +81,8 @@ def serve(
             dtype=dtype,
             seed=seed,
             device=device,
+            tensor_parallel_size=tensor_parallel_size,
+            max_num_queued_requests=max_num_queued_requests,
         )
         server_config = ServerConfig(
             host=host,
@@ -84,4 +94,4 @@ def serve(
         # Here and not at the top: it brings jax, which --help need not wait for.
         from jaxserve.server.run import serve as run_server
 
-        run_server(model, engine_config, server_config, progress_on())
+        raise typer.Exit(run_server(model, engine_config, server_config, progress_on()))

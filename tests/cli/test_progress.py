@@ -1,0 +1,66 @@
+import io
+
+import pytest
+
+from jaxserve.cli import progress as cli_progress
+from jaxserve.cli.progress import BarProgress, LineProgress, amount_text, progress_on
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_on_a_terminal_and_lines_elsewhere() -> None:
+    assert isinstance(progress_on(Terminal()), BarProgress)
+    assert isinstance(progress_on(io.StringIO()), LineProgress)
+
+
+def test_lines_tell_start_progress_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(cli_progress.time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    with LineProgress(stream).task("Downloading", 200_000_000, "bytes") as advance:
+        advance(1_000_000)  # too soon after the last line
+        now += 6.0
+        advance(97_000_000)
+        now += 2.5
+        advance(102_000_000)
+    assert stream.getvalue().splitlines() == [
+        "Downloading …",
+        "Downloading: 98.0 MB of 200.0 MB",
+        "Downloading: done in 8.5 s",
+    ]
+
+
+@pytest.mark.parametrize("total", [30, None])
+def test_bars_end_with_the_amount(total: int | None) -> None:
+    stream = Terminal()
+    with BarProgress(stream).task("Loading", total, "layers") as advance:
+        for _ in range(30):
+            advance(1)
+    text = stream.getvalue()
+    assert "Loading" in text
+    assert "30 layers" in text
+
+
+def test_no_end_is_announced_for_work_that_failed() -> None:
+    stream = io.StringIO()
+    with pytest.raises(OSError, match="gone"), LineProgress(stream).task("Loading", None, "layers"):
+        raise OSError("gone")
+    assert "done" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("amount", "unit", "text"),
+    [
+        (0, "bytes", "0 B"),
+        (999, "bytes", "999 B"),
+        (98_000_000, "bytes", "98.0 MB"),
+        (2.5e12, "bytes", "2.5 TB"),
+        (3, "programs", "3 programs"),
+        (2.345, "programs", "2.3 programs"),
+    ],
+)
+def test_amounts_are_for_people(amount: float, unit: str, text: str) -> None:
+    assert amount_text(amount, unit) == text
