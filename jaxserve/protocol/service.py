@@ -109,6 +109,14 @@ class OpenAIService:
         answer = await self._completion_answer(request, observer)
         return ChunkStream(answer, assembly.completion_chunks(answer))
 
+    def count_prompt_tokens(self, request: ChatCompletionRequest) -> int:
+        """How many tokens a conversation has as a prompt. Renders and encodes in the caller's thread.
+
+        Raises:
+            BadRequestError: as for `chat_completion`.
+        """
+        return len(self._prompts.chat(request))
+
     def models(self) -> ModelList:
         return ModelList(object="list", data=[self.model(self.model_name)])
 

@@ -42,12 +42,15 @@ def run(load: Callable[[], OpenAIService], config: ServerConfig) -> int:
 
     Returns:
         The exit code. While it loads, probes are answered with 503; a second signal ends the process at once.
+
+    Raises:
+        RuntimeError: it cannot listen on the address.
+        Exception: whatever `load` raised.
     """
     try:
         listener = bind(config.host, config.port)
     except OSError as error:
-        print(f"error: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
-        return EXIT_FAILED
+        raise RuntimeError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from error
     process = _Process(load, config, listener)
     with listener, asyncio.Runner(loop_factory=process.uvicorn_config.get_loop_factory()) as runner:
         exit_code = runner.run(process.serve())
@@ -121,10 +124,6 @@ class _Process:
             if not self._loader.result.done():
                 logger.info("stopped before the model was loaded")
                 return EXIT_OK
-            error = self._loader.result.exception()
-            if error is not None:
-                _report_failed_start(error)
-                return EXIT_FAILED
             self._slot.fill(self._loader.result.result())
             return await self._watch(self._slot.loaded(), stopped)
         finally:
@@ -208,12 +207,3 @@ class _Loader:
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is closed: the process was stopped meanwhile
         loop.call_soon_threadsafe(callback, *args)
-
-
-def _report_failed_start(error: BaseException) -> None:
-    """One line for what a user can mend (it says so itself); the traceback too for what nobody foresaw."""
-    foreseen = isinstance(error, (RuntimeError, ValueError, OSError))
-    logger.debug("failed start", exc_info=error)
-    print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr, flush=True)
-    if not foreseen:
-        logger.critical("unforeseen error while loading", exc_info=error)

@@ -15,6 +15,10 @@ def serve(model: str, engine_config: EngineConfig, server_config: ServerConfig, 
         model: a known name, a local folder or file, or "hf:ORG/NAME".
 
     Returns:
-        The process's exit code: 0 after a clean drain, 3 if answers had to be cut short, 1 for a failed start or engine.
+        The process's exit code: 0 after a clean drain, 3 if answers had to be cut short, 1 if the engine failed.
+
+    Raises:
+        RuntimeError: it cannot listen on the address.
+        CheckpointError: the model cannot be found, read or used.
     """
     return run(lambda: launch(model, engine_config, progress, server_config.served_model_name), server_config)

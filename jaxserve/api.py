@@ -1,0 +1,408 @@
+"""The Python API: an engine in this process, with the calls and objects of the `openai` package.
+
+    engine = Engine("smollm2-135m-instruct")
+    for chunk in engine.chat.completions.create(messages=[{"role": "user", "content": "Hello"}], stream=True):
+        print(chunk.choices[0].delta.content or "", end="")
+
+`Engine` blocks, and may be used from several threads; `AsyncEngine` has the same calls, awaited. Options of `create` are those
+of the HTTP routes, with the same checks: `jaxserve.protocol.errors.BadRequestError` names the one at fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, overload
+
+from pydantic_core import PydanticSerializationError, from_json, to_json
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.request import EngineStoppedError, FinishReason, QueueFullError, RequestError
+from jaxserve.progress import NoProgress, Progress
+from jaxserve.protocol.engine_protocol import Stats
+from jaxserve.protocol.errors import BadRequestError, InternalServerError, from_engine_error
+from jaxserve.protocol.launch import launch
+from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
+from jaxserve.protocol.responses import ChatCompletion, ChatCompletionChunk, Completion
+from jaxserve.protocol.service import ChunkStream, OpenAIService
+from jaxserve.sampling_params import SamplingParams
+
+ChunkT = TypeVar("ChunkT")
+ResultT = TypeVar("ResultT")
+Messages = Iterable[Mapping[str, Any] | Any]  # dicts, or messages that came out of a response
+PromptInput = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class GeneratedTokens:
+    """One choice of `generate`: its new token ids (a stop token included) and why it ended."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+class AsyncStream(Generic[ChunkT]):
+    """Chunks as they come. Leaving the loop early, or closing the stream, ends the work."""
+
+    def __init__(self, chunks: ChunkStream[ChunkT]) -> None:
+        self._chunks = chunks
+
+    async def __aiter__(self) -> AsyncGenerator[ChunkT]:
+        try:
+            async for chunk in self._chunks:
+                yield chunk
+        finally:
+            await self._chunks.aclose()
+
+    async def __anext__(self) -> ChunkT:
+        return await self._chunks.__anext__()
+
+    async def close(self) -> None:
+        await self._chunks.aclose()
+
+    async def __aenter__(self) -> AsyncStream[ChunkT]:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+
+class AsyncChatCompletions:
+    """`engine.chat.completions`."""
+
+    def __init__(self, service: OpenAIService) -> None:
+        self._service = service
+
+    @overload
+    async def create(
+        self, *, messages: Messages, stream: Literal[False] = False, **options: Any
+    ) -> ChatCompletion: ...
+    @overload
+    async def create(
+        self, *, messages: Messages, stream: Literal[True], **options: Any
+    ) -> AsyncStream[ChatCompletionChunk]: ...
+    async def create(
+        self, *, messages: Messages, stream: bool = False, **options: Any
+    ) -> ChatCompletion | AsyncStream[ChatCompletionChunk]:
+        """Answers a conversation.
+
+        Args:
+            options: fields of POST /v1/chat/completions, such as `max_tokens`, `temperature`, `stop`, `n`, `seed`.
+
+        Raises:
+            ApiError: `BadRequestError` for a wrong option, `RateLimitError` for a full queue, and so on.
+        """
+        request = parse_chat_request(_as_json({"messages": list(messages), "stream": stream, **options}))
+        if request.stream:
+            return AsyncStream(await self._service.chat_completion_stream(request))
+        return await self._service.chat_completion(request)
+
+
+class AsyncCompletions:
+    """`engine.completions`."""
+
+    def __init__(self, service: OpenAIService) -> None:
+        self._service = service
+
+    @overload
+    async def create(
+        self, *, prompt: PromptInput, stream: Literal[False] = False, **options: Any
+    ) -> Completion: ...
+    @overload
+    async def create(
+        self, *, prompt: PromptInput, stream: Literal[True], **options: Any
+    ) -> AsyncStream[Completion]: ...
+    async def create(
+        self, *, prompt: PromptInput, stream: bool = False, **options: Any
+    ) -> Completion | AsyncStream[Completion]:
+        """Continues a prompt (text or token ids), or several.
+
+        Args:
+            options: fields of POST /v1/completions, such as `max_tokens` (16 unless given), `temperature`, `stop`, `echo`.
+
+        Raises:
+            ApiError: as `chat.completions.create`.
+        """
+        request = parse_completion_request(_as_json({"prompt": prompt, "stream": stream, **options}))
+        if request.stream:
+            return AsyncStream(await self._service.completion_stream(request))
+        return await self._service.completion(request)
+
+
+class AsyncChat:
+    """`engine.chat`."""
+
+    def __init__(self, completions: AsyncChatCompletions) -> None:
+        self.completions = completions
+
+
+class AsyncEngine:
+    """A model loaded in this process, for code on an event loop.
+
+    Args:
+        model: a known name, a local folder or file, "hf:ORG/NAME"; or a service that was launched already.
+        config: how the engine runs it.
+        progress: shows how far loading is.
+
+    Building one loads and compiles, which takes seconds to minutes and blocks: do it before the event loop has other work.
+    """
+
+    def __init__(
+        self, model: str | OpenAIService, config: EngineConfig | None = None, *, progress: Progress | None = None
+    ) -> None:
+        self._service = (
+            model
+            if isinstance(model, OpenAIService)
+            else launch(model, config or EngineConfig(), progress or NoProgress())
+        )
+        self.chat = AsyncChat(AsyncChatCompletions(self._service))
+        self.completions = AsyncCompletions(self._service)
+
+    @property
+    def model_name(self) -> str:
+        return self._service.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self._service.engine.max_model_len
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> list[GeneratedTokens]:
+        """Continues token ids, without any text in between; one result for each of `sampling.n` choices.
+
+        Raises:
+            ApiError: the prompt is refused, the queue is full, or the engine fails.
+        """
+        try:
+            stream = self._service.engine.submit(token_ids, sampling)
+        except (RequestError, QueueFullError, EngineStoppedError) as error:
+            raise from_engine_error(error) from error
+        new_tokens: list[list[int]] = [[] for _ in range(sampling.n)]
+        reasons: dict[int, FinishReason] = {}
+        try:
+            async for output in stream:
+                new_tokens[output.index].extend(output.token_ids)
+                if output.finish_reason == "error":
+                    raise InternalServerError(f"the engine failed: {output.error}", code="engine_error")
+                if output.finish_reason is not None:
+                    reasons[output.index] = output.finish_reason
+        finally:
+            await stream.aclose()
+        return [GeneratedTokens(index, tuple(tokens), reasons[index]) for index, tokens in enumerate(new_tokens)]
+
+    def stats(self) -> Stats:
+        """A snapshot of the engine's numbers."""
+        return self._service.engine.stats()
+
+    async def close(self) -> None:
+        """Stops the engine; what still runs fails."""
+        await asyncio.to_thread(self._service.close)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+
+class Stream(Generic[ChunkT]):
+    """Chunks as they come. Leaving the loop early, or closing the stream, ends the work."""
+
+    def __init__(self, loop: _LoopThread, chunks: AsyncStream[ChunkT]) -> None:
+        self._received: queue.SimpleQueue[tuple[ChunkT | None, BaseException | None]] = queue.SimpleQueue()
+        self._ended = False
+        # The pump knows the queue and not the stream, so that a stream that nobody holds any more is collected and ends it.
+        self._pump = loop.start(_pump(chunks, self._received))
+
+    def __iter__(self) -> Generator[ChunkT]:
+        try:
+            while True:
+                try:
+                    chunk = next(self)
+                except StopIteration:
+                    return
+                yield chunk
+        finally:
+            self.close()
+
+    def __next__(self) -> ChunkT:
+        if self._ended:
+            raise StopIteration
+        chunk, error = self._received.get()
+        if chunk is not None:
+            return chunk
+        self._ended = True
+        raise StopIteration if error is None else error
+
+    def close(self) -> None:
+        """Ends the work, if it goes on. Safe to call again."""
+        self._ended = True
+        self._pump.cancel()
+
+    def __enter__(self) -> Stream[ChunkT]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+async def _pump(
+    chunks: AsyncStream[ChunkT], received: queue.SimpleQueue[tuple[ChunkT | None, BaseException | None]]
+) -> None:
+    """What is received waits for the consumer, who may be slower."""
+    try:
+        async for chunk in chunks:
+            received.put((chunk, None))
+    except Exception as error:
+        received.put((None, error))
+    else:
+        received.put((None, None))
+    finally:
+        await chunks.close()
+
+
+class ChatCompletions:
+    """`engine.chat.completions`."""
+
+    def __init__(self, loop: _LoopThread, calls: AsyncChatCompletions) -> None:
+        self._loop = loop
+        self._calls = calls
+
+    @overload
+    def create(self, *, messages: Messages, stream: Literal[False] = False, **options: Any) -> ChatCompletion: ...
+    @overload
+    def create(self, *, messages: Messages, stream: Literal[True], **options: Any) -> Stream[ChatCompletionChunk]: ...
+    def create(
+        self, *, messages: Messages, stream: bool = False, **options: Any
+    ) -> ChatCompletion | Stream[ChatCompletionChunk]:
+        """As `AsyncChatCompletions.create`, blocking."""
+        result = self._loop.run(self._calls.create(messages=messages, stream=stream, **options))  # type: ignore[call-overload]
+        return Stream(self._loop, result) if isinstance(result, AsyncStream) else result
+
+
+class Completions:
+    """`engine.completions`."""
+
+    def __init__(self, loop: _LoopThread, calls: AsyncCompletions) -> None:
+        self._loop = loop
+        self._calls = calls
+
+    @overload
+    def create(self, *, prompt: PromptInput, stream: Literal[False] = False, **options: Any) -> Completion: ...
+    @overload
+    def create(self, *, prompt: PromptInput, stream: Literal[True], **options: Any) -> Stream[Completion]: ...
+    def create(self, *, prompt: PromptInput, stream: bool = False, **options: Any) -> Completion | Stream[Completion]:
+        """As `AsyncCompletions.create`, blocking."""
+        result = self._loop.run(self._calls.create(prompt=prompt, stream=stream, **options))  # type: ignore[call-overload]
+        return Stream(self._loop, result) if isinstance(result, AsyncStream) else result
+
+
+class Chat:
+    """`engine.chat`."""
+
+    def __init__(self, completions: ChatCompletions) -> None:
+        self.completions = completions
+
+
+class Engine:
+    """A model loaded in this process. Calls block; any thread may make them, several at once.
+
+    Args:
+        model, config, progress: as `AsyncEngine` has them.
+    """
+
+    def __init__(
+        self, model: str | OpenAIService, config: EngineConfig | None = None, *, progress: Progress | None = None
+    ) -> None:
+        self._engine = AsyncEngine(model, config, progress=progress)
+        self._loop = _LoopThread()
+        self.chat = Chat(ChatCompletions(self._loop, self._engine.chat.completions))
+        self.completions = Completions(self._loop, self._engine.completions)
+
+    @property
+    def model_name(self) -> str:
+        return self._engine.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self._engine.max_model_len
+
+    def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> list[GeneratedTokens]:
+        """As `AsyncEngine.generate`, blocking."""
+        return self._loop.run(self._engine.generate(token_ids, sampling))
+
+    def stats(self) -> Stats:
+        """A snapshot of the engine's numbers."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Stops the engine; what still runs fails. Safe to call again."""
+        if self._loop.is_running:
+            self._loop.run(self._engine.close())
+            self._loop.stop()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, for callers that have none."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="jaxserve-api", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """The work's result; interrupting the wait (Ctrl-C) cancels it."""
+        if not self.is_running:
+            work.close()
+            raise RuntimeError("this engine was closed")
+        future = self.start(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def stop(self) -> None:
+        """Cancels what still runs on the loop, and ends the thread."""
+        self.run(_cancel_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields as a client of the server would have sent them: tuples become lists, messages of a response dicts."""
+    try:
+        return from_json(to_json(fields))
+    except (PydanticSerializationError, ValueError) as error:
+        raise BadRequestError(f"the options cannot be written as JSON: {error}") from error
