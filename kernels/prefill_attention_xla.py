@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int32
 # A score that a query may not see. Finite, because a query whose first KV block is all masked would otherwise compute
 # -inf minus -inf.
 _MASKED_SCORE = -1e30
-_QUERY_TILE = 64
-_KV_BLOCK = 256
+_QUERY_TILE = 32
+_KV_BLOCK = 64
 
 
 def prefill_attention_xla(
