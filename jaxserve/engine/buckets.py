@@ -19,12 +19,14 @@ class Buckets:
         mixed_decode_rows: of steps that prefill as well; the first is 0, for an engine that is otherwise idle.
         prefill_tokens: of steps that prefill.
         prefill_rows: of steps that prefill; one size.
+        sample_rows: rows of logits that sampling programs take; a forward pass pads its logits to one of these.
     """
 
     decode_rows: tuple[int, ...]
     mixed_decode_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
     prefill_rows: int
+    sample_rows: tuple[int, ...]
 
     def all(self) -> list[Bucket]:
         decode = [Bucket(rows, 0, 0) for rows in self.decode_rows]
@@ -32,6 +34,10 @@ class Buckets:
             Bucket(rows, self.prefill_rows, tokens) for tokens in self.prefill_tokens for rows in self.mixed_decode_rows
         ]
         return decode + mixed
+
+    def sample_rows_for(self, bucket: Bucket) -> int:
+        """Rows of logits that a bucket's forward pass gives."""
+        return _smallest(self.sample_rows, bucket.rows, "rows of logits")
 
     def for_batch(self, batch: ScheduledBatch) -> Bucket:
         """The smallest bucket that holds a step.
@@ -52,23 +58,32 @@ class Buckets:
         )
 
 
-def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, max_prefill_rows: int) -> Buckets:
-    """Powers of two up to each limit, and the limit itself."""
+def make_buckets(
+    max_num_seqs: int, max_num_batched_tokens: int, max_prefill_rows: int, *, few_programs: bool
+) -> Buckets:
+    """Powers of two up to each limit, and the limit itself.
+
+    Args:
+        few_programs: coarser steps between sizes, where compiling takes longer than padding costs (a CPU).
+    """
     smallest_prefill = min(_SMALLEST_PREFILL, max_num_batched_tokens)
+    decode_rows = _growing(1, max_num_seqs, 2)
+    most_rows = max_num_seqs + max_prefill_rows
     return Buckets(
-        decode_rows=_doubling(1, max_num_seqs),
+        decode_rows=decode_rows,
         mixed_decode_rows=(0, max_num_seqs),
-        prefill_tokens=_doubling(smallest_prefill, max_num_batched_tokens),
+        prefill_tokens=_growing(smallest_prefill, max_num_batched_tokens, 4 if few_programs else 2),
         prefill_rows=max_prefill_rows,
+        sample_rows=(1, most_rows) if few_programs else tuple(sorted({*decode_rows, max_prefill_rows, most_rows})),
     )
 
 
-def _doubling(first: int, last: int) -> tuple[int, ...]:
+def _growing(first: int, last: int, factor: int) -> tuple[int, ...]:
     sizes = []
     size = first
     while size < last:
         sizes.append(size)
-        size *= 2
+        size *= factor
     return (*sizes, last)
 
 

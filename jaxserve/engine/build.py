@@ -102,8 +102,14 @@ def build_engine(
         params,
         mesh=mesh,
         sizes=sizes,
-        buckets=make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_prefill_rows),
+        buckets=make_buckets(
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            limits.max_prefill_rows,
+            few_programs=_platform(mesh) == "cpu",
+        ),
         cache_dtype=dtype,
+        layerwise=_platform(mesh) == "cpu",
     )
     runner.warm_up(progress)
     client = EngineClient(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +16,21 @@ from jaxserve.config import ModelConfig
 from jaxserve.engine.decode_state import DecodeState, begin_step, end_step, sampling_arrays
 from jaxserve.engine.device_batch import Bucket, Sizes, unpack
 from jaxserve.models import llama
+from jaxserve.models.batch import Batch
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
-from jaxserve.models.params import LlamaParams, param_specs
+from jaxserve.models.params import LayerParams, LlamaParams, param_specs
 from jaxserve.models.sampling import SamplingMode, row_keys, sample
 from jaxserve.sharding.collectives import Collectives
 from jaxserve.sharding.mesh import TENSOR_AXIS
 from jaxserve.sharding.placement import partition_specs
 
 
+_WHOLE = PartitionSpec()  # replicated
+
+
 @struct.dataclass
 class ForwardResult:
-    """What a forward program leaves on the device."""
+    """What a forward pass leaves on the device."""
 
     cache: KVCache
     state: DecodeState
@@ -33,35 +38,88 @@ class ForwardResult:
     slots: Int32[Array, "rows"]  # slot that each row samples for; max_num_seqs: none
 
 
+@struct.dataclass
+class StepInputs:
+    """What the layers of a step share."""
+
+    batch: Batch
+    logit_tokens: Int32[Array, "rows"]  # tokens whose hidden states get logits
+    slots: Int32[Array, "rows"]
+
+
 @dataclass(frozen=True)
 class ProgramFactory:
-    """Makes the step's functions for one model on one mesh; every one of them runs under `jax.shard_map`."""
+    """Makes the step's functions for one model on one mesh; every one of them runs under `jax.shard_map`.
+
+    Args of the functions that take params: `params` may lack what the function does not look at (`without_layers`).
+    """
 
     config: ModelConfig
     sizes: Sizes
     mesh: Mesh
 
-    def forward(self, bucket: Bucket) -> Callable[[LlamaParams, KVCache, DecodeState, Array], ForwardResult]:
-        """(params, cache, state, packed step) -> ForwardResult; the caller donates cache and state."""
-        collectives = Collectives(self.mesh.shape[TENSOR_AXIS])
+    def forward(self, bucket: Bucket, num_logits: int) -> Callable[..., ForwardResult]:
+        """(params, cache, state, packed step) -> ForwardResult: the whole pass; cache and state may be donated.
+
+        Args:
+            num_logits: rows of logits, at least the bucket's; those beyond repeat the first token's and sample for no slot.
+        """
 
         def per_device(params: LlamaParams, cache: KVCache, state: DecodeState, packed: Array) -> ForwardResult:
-            with jax.named_scope("begin_step"):
-                fields = unpack(packed, bucket, self.sizes)
-                state, batch, logit_tokens, slots = begin_step(state, fields, bucket, self.sizes)
-            hidden, cache = llama.forward(params, cache, batch, config=self.config, collectives=collectives)
-            scores = llama.logits(params, jnp.take(hidden, logit_tokens, axis=0, mode="clip"), collectives=collectives)
-            return ForwardResult(cache=cache, state=state, logits=scores, slots=slots)
+            state, inputs = self._begin_step(state, packed, bucket, num_logits)
+            hidden, cache = llama.forward(
+                params, cache, inputs.batch, config=self.config, collectives=self._collectives
+            )
+            scores = self._logits(params, hidden, inputs.logit_tokens)
+            return ForwardResult(cache=cache, state=state, logits=scores, slots=inputs.slots)
 
-        whole = PartitionSpec()
-        cache_specs = partition_specs(kv_cache_specs(self.config, self.sizes.num_pages, self.sizes.page_size))
-        return jax.shard_map(
-            per_device,
-            mesh=self.mesh,
-            in_specs=(partition_specs(param_specs(self.config)), cache_specs, whole, whole),
-            out_specs=ForwardResult(cache=cache_specs, state=whole, logits=whole, slots=whole),  # pyright: ignore[reportArgumentType]
-            check_vma=False,
+        specs = partition_specs(param_specs(self.config))
+        result = ForwardResult(cache=self._cache_specs, state=_WHOLE, logits=_WHOLE, slots=_WHOLE)  # pyright: ignore[reportArgumentType]
+        return self._shard_map(per_device, (specs, self._cache_specs, _WHOLE, _WHOLE), result)
+
+    def begin(self, bucket: Bucket, num_logits: int) -> Callable[..., tuple[DecodeState, Array, StepInputs]]:
+        """(params without layers, state, packed step) -> (state, hidden states, StepInputs); state may be donated."""
+
+        def per_device(
+            params: LlamaParams, state: DecodeState, packed: Array
+        ) -> tuple[DecodeState, Array, StepInputs]:
+            state, inputs = self._begin_step(state, packed, bucket, num_logits)
+            x = llama.embed_tokens(params, inputs.batch, collectives=self._collectives)
+            return state, x, inputs
+
+        specs = without_layers(partition_specs(param_specs(self.config)))
+        return self._shard_map(per_device, (specs, _WHOLE, _WHOLE), _WHOLE)
+
+    def layer(self) -> Callable[..., tuple[Array, KVCache]]:
+        """(layer params, layer index, hidden states, cache, StepInputs) -> (hidden states, cache): any one layer."""
+
+        def per_device(
+            layer: LayerParams, index: Array, x: Array, cache: KVCache, inputs: StepInputs
+        ) -> tuple[Array, KVCache]:
+            return llama.decoder_layer(
+                layer,
+                index,
+                x,
+                cache,
+                inputs.batch,
+                llama.rotary_tables(inputs.batch, config=self.config),
+                config=self.config,
+                collectives=self._collectives,
+            )
+
+        specs = partition_specs(param_specs(self.config)).layers[0]
+        return self._shard_map(
+            per_device, (specs, _WHOLE, _WHOLE, self._cache_specs, _WHOLE), (_WHOLE, self._cache_specs)
         )
+
+    def end(self) -> Callable[..., Array]:
+        """(params without layers, hidden states, StepInputs) -> logits."""
+
+        def per_device(params: LlamaParams, x: Array, inputs: StepInputs) -> Array:
+            return self._logits(params, llama.final_norm(params, x, config=self.config), inputs.logit_tokens)
+
+        specs = without_layers(partition_specs(param_specs(self.config)))
+        return self._shard_map(per_device, (specs, _WHOLE, _WHOLE), _WHOLE)
 
     def sample(
         self, mode: SamplingMode
@@ -74,7 +132,38 @@ class ProgramFactory:
                 tokens = sample(logits, params, row_keys(seeds, counters), mode=mode)
                 return end_step(state, slots, tokens), tokens
 
-        whole = PartitionSpec()
-        return jax.shard_map(
-            per_device, mesh=self.mesh, in_specs=(whole, whole, whole), out_specs=(whole, whole), check_vma=False
-        )
+        return self._shard_map(per_device, (_WHOLE, _WHOLE, _WHOLE), (_WHOLE, _WHOLE))
+
+    @property
+    def _collectives(self) -> Collectives:
+        return Collectives(self.mesh.shape[TENSOR_AXIS])
+
+    @property
+    def _cache_specs(self) -> KVCache:
+        return partition_specs(kv_cache_specs(self.config, self.sizes.num_pages, self.sizes.page_size))
+
+    def _begin_step(
+        self, state: DecodeState, packed: Array, bucket: Bucket, num_logits: int
+    ) -> tuple[DecodeState, StepInputs]:
+        with jax.named_scope("begin_step"):
+            fields = unpack(packed, bucket, self.sizes)
+            state, batch, logit_tokens, slots = begin_step(state, fields, bucket, self.sizes)
+            padding = (0, num_logits - bucket.rows)
+            return state, StepInputs(
+                batch=batch,
+                logit_tokens=jnp.pad(logit_tokens, padding),
+                slots=jnp.pad(slots, padding, constant_values=self.sizes.max_num_seqs),
+            )
+
+    def _logits(self, params: LlamaParams, hidden: Array, logit_tokens: Array) -> Array:
+        rows = jnp.take(hidden, logit_tokens, axis=0, mode="clip")
+        return llama.logits(params, rows, collectives=self._collectives)
+
+    def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # Replication is not checked: Pallas kernels are opaque to that analysis.
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def without_layers(params: LlamaParams) -> LlamaParams:
+    """The same params with no layers: for programs that do not look at them."""
+    return params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from jaxserve.config import ModelConfig
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.decode_state import DecodeState, empty_state
-from jaxserve.engine.device_batch import Bucket, Sizes, pack, packed_size
+from jaxserve.engine.device_batch import Bucket, Sizes, pack
+from jaxserve.engine.executors import ForwardExecutor, compile_layerwise, compile_whole
 from jaxserve.engine.programs import ProgramFactory
 from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
@@ -60,7 +61,11 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Owns the device arrays of one model: params, cache, decode state. Used by one thread."""
+    """Owns the device arrays of one model: params, cache, decode state. Used by one thread.
+
+    Args:
+        layerwise: run the forward pass layer by layer (see `jaxserve.engine.executors`).
+    """
 
     def __init__(
         self,
@@ -71,23 +76,24 @@ class ModelRunner:
         sizes: Sizes,
         buckets: Buckets,
         cache_dtype: jnp.dtype,
+        layerwise: bool,
     ) -> None:
         self._params = params
         self._sizes = sizes
         self._buckets = buckets
-        self._mesh = mesh
+        self._layerwise = layerwise
         self._replicated = replicated(mesh)
         self._factory = ProgramFactory(config, sizes, mesh)
         self._vocab_size = config.vocab_size
         self._cache = _zero_cache(config, sizes, mesh, cache_dtype)
         self._state: DecodeState = jax.device_put(empty_state(sizes), self._replicated)
-        self._forward: dict[Bucket, Any] = {}
+        self._forward: dict[Bucket, ForwardExecutor] = {}
         self._sample: dict[tuple[int, SamplingMode], Any] = {}
 
     def warm_up(self, progress: Progress) -> None:
         """Compiles every program, in parallel; nothing is compiled after it."""
         buckets = self._buckets.all()
-        sampling = sorted({(bucket.rows, mode) for bucket in buckets for mode in _MODES})
+        sampling = [(rows, mode) for rows in self._buckets.sample_rows for mode in _MODES]
         with (
             progress.task("compiling", len(buckets) + len(sampling), "programs") as advance,
             ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
@@ -111,7 +117,7 @@ class ModelRunner:
 
     def launch_sample(self, logits: PendingLogits) -> PendingTokens:
         """Starts the sampling of a launched forward pass and the tokens' way to the host, and returns at once."""
-        compiled = self._sample[logits.bucket.rows, _mode_for(logits.batch)]
+        compiled = self._sample[logits.logits.shape[0], _mode_for(logits.batch)]
         self._state, tokens = compiled(self._state, logits.logits, logits.slots)
         tokens.copy_to_host_async()
         return PendingTokens(logits.batch, logits.bucket, tokens)
@@ -129,13 +135,13 @@ class ModelRunner:
         counts = [1] * len(decode) + [int(chunk.samples) for chunk in prefill]
         return SampledTokens(token_ids=rows[:, None], counts=np.asarray(counts, np.int32))
 
-    def _compile_forward(self, bucket: Bucket) -> Any:
+    def _compile_forward(self, bucket: Bucket) -> ForwardExecutor:
         started = time.perf_counter()
-        function = jax.jit(self._factory.forward(bucket), donate_argnums=(1, 2))
-        packed = self._like((packed_size(bucket, self._sizes),), jnp.int32)
-        compiled = function.lower(self._params, self._cache, self._state, packed).compile()
+        make = compile_layerwise if self._layerwise else compile_whole
+        num_logits = self._buckets.sample_rows_for(bucket)
+        executor = make(self._factory, bucket, num_logits, self._params, self._cache, self._state)
         logger.info("compiled forward, %s: %.1f s", bucket, time.perf_counter() - started)
-        return compiled
+        return executor
 
     def _compile_sample(self, rows: int, mode: SamplingMode) -> Any:
         started = time.perf_counter()

@@ -35,7 +35,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: jnp.dtype) -> int:
 
 def write_kv(
     cache: KVCache,
-    layer: int,
+    layer: Int32[Array, ""],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     pages: Int32[Array, "tokens"],

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.models.params import LayerParams
 from jaxserve.sharding.collectives import Collectives
 
 
@@ -36,15 +37,11 @@ def embed(
 
 
 def swiglu_mlp(
-    x: Float[Array, "tokens hidden"],
-    w_gate_up: Float[Array, "hidden 2 ffn"],
-    b_gate_up: Float[Array, "2 ffn"] | None,
-    w_down: Float[Array, "ffn hidden"],
-    collectives: Collectives,
+    x: Float[Array, "tokens hidden"], layer: LayerParams, collectives: Collectives
 ) -> Float[Array, "tokens hidden"]:
-    """down(silu(gate(x)) * up(x)), summed over devices (https://arxiv.org/abs/2002.05202). The bias of down is not added."""
-    hidden, _, ffn = w_gate_up.shape
-    gate_up = (x @ w_gate_up.reshape(hidden, 2 * ffn)).reshape(-1, 2, ffn)  # [tokens, 2, ffn]
-    gate_up = add_bias(gate_up, b_gate_up)
+    """down(silu(gate(x)) * up(x)), summed over devices (https://arxiv.org/abs/2002.05202)."""
+    hidden, _, ffn = layer.w_gate_up.shape
+    gate_up = (x @ layer.w_gate_up.reshape(hidden, 2 * ffn)).reshape(-1, 2, ffn)  # [tokens, 2, ffn]
+    gate_up = add_bias(gate_up, layer.b_gate_up)
     activated = jax.nn.silu(gate_up[:, 0].astype(jnp.float32)) * gate_up[:, 1].astype(jnp.float32)
-    return collectives.all_reduce(activated.astype(x.dtype) @ w_down)
+    return add_bias(collectives.all_reduce(activated.astype(x.dtype) @ layer.w_down), layer.b_down)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.config import ModelConfig
 from jaxserve.kernels.decode_attention import decode_attention
@@ -13,7 +13,7 @@ from jaxserve.models.batch import Batch
 from jaxserve.models.kv_cache import KVCache, write_kv
 from jaxserve.models.layers import add_bias, embed, rms_norm, swiglu_mlp
 from jaxserve.models.params import LayerParams, LlamaParams
-from jaxserve.models.rope import apply_rope, inverse_frequencies, rope_tables
+from jaxserve.models.rope import RopeTables, apply_rope, inverse_frequencies, rope_tables
 from jaxserve.sharding.collectives import Collectives
 
 
@@ -24,20 +24,54 @@ def forward(
 
     Runs inside `jax.shard_map`: `params` and `cache` are this device's shards, `batch` and the result are replicated.
     """
-    with jax.named_scope("embed"):
-        x = embed(params.embedding, batch.token_ids, collectives)  # [tokens, hidden]
-        rope = rope_tables(batch.positions, inverse_frequencies(config))
+    x = embed_tokens(params, batch, collectives=collectives)
+    rope = rotary_tables(batch, config=config)
     for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{index}"):
-            attended, cache = _attention(layer, index, x, cache, batch, rope, config, collectives)
-            x = x + attended
-            with jax.named_scope("mlp"):
-                normed = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-                x = x + add_bias(
-                    swiglu_mlp(normed, layer.w_gate_up, layer.b_gate_up, layer.w_down, collectives), layer.b_down
-                )
+            x, cache = decoder_layer(
+                layer, jnp.int32(index), x, cache, batch, rope, config=config, collectives=collectives
+            )
+    return final_norm(params, x, config=config), cache
+
+
+def embed_tokens(
+    params: LlamaParams, batch: Batch, *, collectives: Collectives
+) -> Float[Array, "tokens hidden"]:
+    """Embeddings of the batch's tokens. `params.layers` is not looked at."""
+    with jax.named_scope("embed"):
+        return embed(params.embedding, batch.token_ids, collectives)
+
+
+def rotary_tables(batch: Batch, *, config: ModelConfig) -> RopeTables:
+    """Cosines and sines of the batch's positions, which every layer shares."""
+    with jax.named_scope("rope"):
+        return rope_tables(batch.positions, inverse_frequencies(config))
+
+
+def decoder_layer(
+    layer: LayerParams,
+    index: Int32[Array, ""],
+    x: Float[Array, "tokens hidden"],
+    cache: KVCache,
+    batch: Batch,
+    rope: RopeTables,
+    *,
+    config: ModelConfig,
+    collectives: Collectives,
+) -> tuple[Float[Array, "tokens hidden"], KVCache]:
+    """One layer: attention, then the MLP, each added to the residual."""
+    attended, cache = _attention(layer, index, x, cache, batch, rope, config, collectives)
+    x = x + attended
+    with jax.named_scope("mlp"):
+        normed = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+        return x + swiglu_mlp(normed, layer, collectives), cache
+
+
+def final_norm(
+    params: LlamaParams, x: Float[Array, "tokens hidden"], *, config: ModelConfig
+) -> Float[Array, "tokens hidden"]:
     with jax.named_scope("final_norm"):
-        return rms_norm(x, params.final_norm, config.rms_norm_eps), cache
+        return rms_norm(x, params.final_norm, config.rms_norm_eps)
 
 
 def logits(
@@ -54,11 +88,11 @@ def logits(
 
 def _attention(
     layer: LayerParams,
-    index: int,
+    index: Int32[Array, ""],
     x: Float[Array, "tokens hidden"],
     cache: KVCache,
     batch: Batch,
-    rope: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    rope: RopeTables,
     config: ModelConfig,
     collectives: Collectives,
 ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
@@ -86,12 +120,11 @@ def _attention(
 
 
 def _paged_attention(
-    q: Float[Array, "tokens heads head_dim"], cache: KVCache, index: int, batch: Batch, config: ModelConfig
+    q: Float[Array, "tokens heads head_dim"], cache: KVCache, index: Int32[Array, ""], batch: Batch, config: ModelConfig
 ) -> Float[Array, "tokens heads head_dim"]:
     """Decode rows and prefill chunks each through their own kernel."""
     decode_rows = batch.decode_kv_lens.shape[0]
     scale, window = config.head_dim**-0.5, config.sliding_window
-    layer = jnp.int32(index)
     parts = []
     if decode_rows:
         parts.append(
@@ -99,7 +132,7 @@ def _paged_attention(
                 q[:decode_rows],
                 cache.k_pages,
                 cache.v_pages,
-                layer,
+                index,
                 batch.decode_page_table,
                 batch.decode_kv_lens,
                 scale=scale,
@@ -112,7 +145,7 @@ def _paged_attention(
                 q[decode_rows:],
                 cache.k_pages,
                 cache.v_pages,
-                layer,
+                index,
                 batch.prefill_page_table,
                 batch.prefill_query_starts,
                 batch.prefill_kv_lens,
