@@ -106,7 +106,7 @@ TINY_MODELS: dict[str, TinyModel] = {
         {"head_dim": 16, "max_position_embeddings": 16384, "rope_parameters": llama3_rope(500000.0, 8192)},
         prompt_tokens=9001,
         kept_positions=8,
-        sharpness=5.0,
+        sharpness=3.0,
     ),
     "rope_linear": TinyModel(
         "Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
@@ -122,8 +122,11 @@ TINY_MODELS: dict[str, TinyModel] = {
 }
 
 
-def randomize(model: torch.nn.Module, sharpness: float, seed: int) -> None:
-    """Fill every parameter so that none is trivial: transformers leaves biases at zero and norms at one."""
+def randomize(model: torch.nn.Module, sharpness: float, dtype: torch.dtype, seed: int) -> None:
+    """Fill every parameter so that none is trivial: transformers leaves biases at zero and norms at one.
+
+    Values are rounded to `dtype`. Casting the model there and back would round its rope frequencies too.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -135,7 +138,7 @@ def randomize(model: torch.nn.Module, sharpness: float, seed: int) -> None:
             value = deviation * torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             value *= sharpness
-        parameter.data.copy_(value)
+        parameter.data.copy_(value.to(dtype))
 
 
 @torch.no_grad()
@@ -162,8 +165,7 @@ def make_tiny_model(name: str, tiny: TinyModel, folder: Path) -> None:
     config = getattr(transformers, f"{tiny.family}Config")(**BASE | tiny.options, attn_implementation="sdpa")
     model = getattr(transformers, f"{tiny.family}ForCausalLM")(config).eval()
     for seed in range(1000):
-        randomize(model, tiny.sharpness, seed)
-        model = model.to(tiny.dtype).float()  # rounded first, so that the logits are those of the weights in the file
+        randomize(model, tiny.sharpness, tiny.dtype, seed)
         generator = torch.Generator().manual_seed(seed)
         prompt_ids = torch.randint(3, config.vocab_size, (tiny.prompt_tokens,), generator=generator)
         prefill_logits, tokens, decode_logits = greedy_run(model, prompt_ids, DECODE_STEPS)
