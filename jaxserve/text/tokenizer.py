@@ -68,14 +68,14 @@ class Tokenizer:
                 it is encoded as the plain text that it is.
         """
         backend = self._backend if allow_special_tokens else self._literal_backend(continued=False)
-        return backend.encode(_valid_unicode(text), add_special_tokens=add_special_tokens).ids
+        return _encode(backend, text, add_special_tokens=add_special_tokens)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Ids of plain text that follows a control token: nothing is added, and no control token is made.
 
         It differs from `encode` only for vocabularies that put a space before the first word of a text alone.
         """
-        return self._literal_backend(continued=True).encode(_valid_unicode(text), add_special_tokens=False).ids
+        return _encode(self._literal_backend(continued=True), text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; bytes that are no valid UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
@@ -116,6 +116,11 @@ def _build(tokenizer_json: str) -> tokenizers.Tokenizer:
     backend.no_truncation()  # a training set-up's cut or padding is no business of a server
     backend.no_padding()
     return backend
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    # Only the batched call releases the interpreter's lock: a long text must not stop every other thread for seconds.
+    return backend.encode_batch([_valid_unicode(text)], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _without_first_prefix(tokenizer_json: str) -> str:

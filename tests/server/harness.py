@@ -1,0 +1,83 @@
+"""A real HTTP server around an app, in the test's own event loop, and raw access to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+
+from jaxserve.config import ServerConfig
+from jaxserve.server.app import create_app
+from jaxserve.server.lifecycle import bind
+from jaxserve.server.slot import ServiceSlot
+from tests.fakes import FakeEngine, fake_service
+
+USER = {"role": "user", "content": "hi"}
+
+
+@asynccontextmanager
+async def listening(app: Starlette) -> AsyncIterator[int]:
+    """Serves the app on a free port of this machine, which is what is yielded."""
+    listener = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@asynccontextmanager
+async def client_of(
+    service: FakeEngine | ServiceSlot, config: ServerConfig | None = None, headers: dict[str, str] | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of a server for this engine, or for what a slot holds."""
+    served = service if isinstance(service, ServiceSlot) else fake_service(service)
+    async with (
+        listening(create_app(served, config or ServerConfig())) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=10) as client,
+    ):
+        yield client
+
+
+def events(body: str) -> list[Any]:
+    """The payloads of an event stream, `[DONE]` as it is."""
+    lines = [line.removeprefix("data: ") for line in body.split("\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def assert_error(response: httpx.Response, status: int, param: str | None = None) -> dict[str, Any]:
+    """The response is an error object; returns it."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert list(body) == ["error"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["param"] == param
+    assert isinstance(body["error"]["message"], str)
+    return body["error"]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Waits for something that another task brings about."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def raw_request(port: int, path: str, body: dict[str, Any]) -> asyncio.StreamWriter:
+    """Sends a POST and leaves the connection open, unread."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    payload = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
+    )
+    writer.write(head.encode() + payload)
+    await writer.drain()
+    return writer

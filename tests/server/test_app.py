@@ -1,0 +1,337 @@
+"""The routes over HTTP: answers, event streams, error objects, keys, limits, and clients that go away."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from jaxserve.config import ServerConfig
+from jaxserve.server.app import create_app
+from jaxserve.server.slot import ServiceSlot
+from tests.fakes import MODEL_NAME, FakeEngine, endless, fake_service, say
+from tests.server.harness import USER, assert_error, client_of, events, listening, raw_request, until
+
+pytestmark = pytest.mark.anyio
+
+CHAT = {"messages": [USER]}
+KEY = "sk-secret-é"
+
+
+async def test_chat_completion() -> None:
+    async with client_of(FakeEngine(say("hello"))) as client:
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        body = response.json()
+    assert response.headers["content-type"] == "application/json"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "hello", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+
+
+async def test_completion() -> None:
+    async with client_of(FakeEngine(say("hello"))) as client:
+        body = (await client.post("/v1/completions", json={"prompt": "x"})).json()
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop"}]
+
+
+async def test_event_stream() -> None:
+    async with client_of(FakeEngine(say("hi"))) as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = events(response.text)
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "hi"
+
+
+async def test_event_stream_of_completions_with_usage() -> None:
+    body = {"prompt": "x", "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+    async with client_of(FakeEngine(say("a", "b", "c"))) as client:
+        *chunks, usage, done = events((await client.post("/v1/completions", json=body)).text)
+    assert done == "[DONE]"
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 6)
+    assert all(chunk["usage"] is None for chunk in chunks)
+    finished = [c["index"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
+    assert sorted(finished) == [0, 1, 2]
+
+
+async def test_no_usage_chunk_unless_asked_for() -> None:
+    async with client_of(FakeEngine(say("a"))) as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT, "n": 3, "stream": True})
+    assert "usage" not in response.text
+
+
+async def test_refusal_of_a_stream_is_an_http_error() -> None:
+    async with client_of(FakeEngine(say("a"))) as client:
+        assert_error(await client.post("/v1/chat/completions", json={**CHAT, "stream": True, "n": 0}), 400, "n")
+
+
+async def test_engine_failure_in_a_stream_is_an_error_event() -> None:
+    async with client_of(FakeEngine(endless, fail_after=3)) as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        *chunks, last = events(response.text)
+        assert set(last) == {"error"}
+        assert set(last["error"]) == {"message", "type", "param", "code"}
+        assert "secret" not in response.text
+        assert "[DONE]" not in response.text
+        assert all(c["finish_reason"] is None for chunk in chunks for c in chunk["choices"])
+        assert_error(await client.get("/health"), 503)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engine_failure_before_the_first_token_is_an_http_error(stream: bool) -> None:
+    async with client_of(FakeEngine(endless, fail_after=0)) as client:
+        error = assert_error(await client.post("/v1/chat/completions", json={**CHAT, "stream": stream}), 500)
+    assert "secret" not in error["message"]
+
+
+async def test_models() -> None:
+    async with client_of(FakeEngine(say("x"))) as client:
+        assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == [MODEL_NAME]
+        assert (await client.get(f"/v1/models/{MODEL_NAME}")).json()["max_model_len"] == 256
+        assert_error(await client.get("/v1/models/org/other"), 404, "model")
+        assert_error(await client.post("/v1/chat/completions", json={**CHAT, "model": "other"}), 404, "model")
+
+
+async def test_side_routes() -> None:
+    async with client_of(FakeEngine(say("abc"))) as client:
+        await client.post("/v1/chat/completions", json=CHAT)
+        assert (await client.get("/health")).json() == {"status": "ok", "device": "cpu"}
+        assert (await client.get("/stats")).json()["device_kind"] == "cpu"
+        assert set((await client.get("/version")).json()) == {"version"}
+        lines = (await client.get("/metrics")).text.split("\n")
+    assert "jaxserve:num_requests_running 0.0" in lines
+    assert 'jaxserve:request_success_total{finished_reason="stop"} 1.0' in lines
+    assert "jaxserve:time_to_first_token_seconds_count 1.0" in lines
+    assert "jaxserve:inter_token_latency_seconds_count 3.0" in lines
+    assert "jaxserve:e2e_request_latency_seconds_count 1.0" in lines
+    assert f'jaxserve:device_info{{device="cpu",model="{MODEL_NAME}"}} 1.0' in lines
+
+
+async def test_two_apps_count_apart() -> None:
+    async with client_of(FakeEngine(say("x"))) as first, client_of(FakeEngine(say("x"))) as second:
+        await first.post("/v1/chat/completions", json=CHAT)
+        assert "finished_reason=\"stop\"} 0.0" in (await second.get("/metrics")).text
+
+
+@pytest.mark.parametrize("body", [b"{bad", b"", b"[]", b"5", b"[" * 100_000, b'{"messages":[null]}'])
+async def test_broken_bodies(body: bytes) -> None:
+    async with client_of(FakeEngine(say("x"))) as client:
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            response = await client.post(path, content=body, headers={"content-type": "application/json"})
+            assert response.status_code == 400
+            assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_a_web_page_cannot_post_without_asking(content_type: str) -> None:
+    engine = FakeEngine(say("x"))
+    headers = {"content-type": content_type, "origin": "https://evil.example", "cookie": "a=b"}
+    async with client_of(engine) as client:
+        assert_error(await client.post("/v1/chat/completions", content=json.dumps(CHAT), headers=headers), 400)
+        preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+        response = await client.options("/v1/chat/completions", headers=preflight)
+        assert_error(response, 405)
+        assert not any(name.startswith("access-control") for name in response.headers)
+    assert not engine.submitted
+
+
+async def test_unknown_routes_and_methods() -> None:
+    async with client_of(FakeEngine(say("x"))) as client:
+        for path in ("/", "/v1", "/v1/models/", "/v1/chat/completions/", "/docs", "/v1/%2e/models"):
+            assert_error(await client.get(path), 404, "model" if path == "/v1/models/" else None)
+        for method, path in (("GET", "/v1/chat/completions"), ("DELETE", "/v1/models"), ("POST", "/health")):
+            response = await client.request(method, path)
+            assert_error(response, 405)
+            assert response.headers["allow"]
+
+
+async def test_body_larger_than_allowed() -> None:
+    async def endless_body() -> Any:
+        while True:
+            yield b"x" * 65536
+            await asyncio.sleep(0)
+
+    async with client_of(FakeEngine(say("x")), ServerConfig(max_body_bytes=1000)) as client:
+        large = {"prompt": "x" * 1000}
+        assert_error(await client.post("/v1/completions", json=large), 413)
+        headers = {"content-type": "application/json"}
+        try:
+            response = await client.post("/v1/completions", content=endless_body(), headers=headers)
+        except httpx.HTTPError:
+            pass  # the server may close the connection while the body still comes
+        else:
+            assert_error(response, 413)
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+async def test_unforeseen_error_tells_nothing_but_the_request_id(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*args: object) -> Any:
+        raise KeyError("/secret/path")
+
+    engine = FakeEngine(say("x"))
+    engine.submit = broken  # type: ignore[method-assign]
+    async with client_of(engine) as client:
+        response = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "abc-1"})
+    error = assert_error(response, 500)
+    assert "abc-1" in error["message"]
+    assert response.headers["x-request-id"] == "abc-1"
+    assert not any(word in response.text for word in ("secret", "KeyError", "Traceback", "/"))
+    assert "abc-1" in caplog.text
+    assert "KeyError" in caplog.text
+
+
+async def test_request_ids() -> None:
+    async with client_of(FakeEngine(say("x"))) as client:
+        assert (await client.get("/health", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
+        made = [(await client.get("/health")).headers["x-request-id"] for _ in range(2)]
+        assert len(set(made)) == 2
+        too_long = await client.get("/health", headers={"x-request-id": "x" * 1000})
+        assert len(too_long.headers["x-request-id"]) < 100
+
+
+async def test_two_requests_may_bring_the_same_id() -> None:
+    engine = FakeEngine(endless)
+    engine.gate.clear()
+    headers = {"x-request-id": "twin"}
+    async with client_of(engine) as client:
+        twins = [
+            asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}, headers=headers)) for _ in range(2)
+        ]
+        await until(lambda: len(engine.live) == 2)
+        twins[0].cancel()
+        await until(lambda: len(engine.live) == 1)
+        engine.gate.set()
+        assert (await twins[1]).json()["choices"][0]["text"] == "abcdefghijklmnop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_overload_is_answered_at_once(stream: bool) -> None:
+    engine = FakeEngine(endless, max_live=4)
+    engine.gate.clear()
+    async with client_of(engine) as client:
+        body = {"prompt": "x", "stream": stream}
+        requests = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(50)]
+        await until(lambda: sum(request.done() for request in requests) == 46)
+        engine.gate.set()
+        responses = await asyncio.gather(*requests)
+    refused = [response for response in responses if response.status_code != 200]
+    assert len(refused) == 46
+    for response in refused:
+        assert_error(response, 429)
+        assert int(response.headers["retry-after"]) > 0
+    assert all("abc" in response.text or '"text":"a"' in response.text for response in responses if response not in refused)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 4}, {"prompt": ["a", "b"], "stream": True}])
+@pytest.mark.parametrize("started", [True, False])
+async def test_clients_that_go_away_end_their_requests(fields: dict[str, Any], started: bool) -> None:
+    engine = FakeEngine(endless, token_delay=0.01, max_model_len=100_000)
+    if not started:
+        engine.gate.clear()
+    async with listening(create_app(fake_service(engine), ServerConfig())) as port:
+        body = {"prompt": "x", "max_tokens": 50_000, **fields}
+        writers = [await raw_request(port, "/v1/completions", body) for _ in range(5)]
+        await until(lambda: len(engine.live) >= 5)
+        for writer in writers:
+            writer.close()
+        await until(lambda: not engine.live, seconds=1.0)
+        engine.gate.set()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+            assert 'finished_reason="error"} 0.0' in (await client.get("/metrics")).text
+
+
+async def test_slow_reader_does_not_hold_others_up() -> None:
+    engine = FakeEngine(endless, tokens_per_output=1000, max_model_len=5_000_000)
+    async with listening(create_app(fake_service(engine), ServerConfig())) as port:
+        writer = await raw_request(port, "/v1/completions", {"prompt": "x", "max_tokens": 2_000_000, "stream": True})
+        await until(lambda: bool(engine.live))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            for _ in range(3):
+                assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        writer.close()
+        await until(lambda: not engine.live)
+
+
+async def test_no_work_while_loading_or_draining() -> None:
+    slot = ServiceSlot()
+    async with client_of(slot) as client:
+        for path in ("/health", "/v1/models", "/stats"):
+            assert assert_error(await client.get(path), 503)["code"] == "loading"
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        assert assert_error(response, 503)["code"] == "loading"
+        assert response.headers["retry-after"]
+        assert (await client.get("/metrics")).status_code == 200
+        slot.fill(fake_service(FakeEngine(say("x"))))
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        slot.start_draining()
+        assert assert_error(await client.get("/health"), 503)["code"] == "draining"
+        assert_error(await client.post("/v1/chat/completions", json=CHAT), 503)
+        assert (await client.get("/v1/models")).status_code == 200
+
+
+def all_routes() -> list[tuple[str, str]]:
+    app = create_app(ServiceSlot(), ServerConfig())
+    known = [
+        (method, route.path.replace("{name:path}", "x"))
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in [*(route.methods or []), "OPTIONS", "PUT"]
+    ]
+    return [*known, ("GET", "/nowhere"), ("GET", "//v1/models"), ("GET", "/v1/./models"), ("POST", "/health/"),
+            ("GET", "/%2e/health"), ("GET", "/Health"), ("GET", "//health"), ("GET", "/health/../v1/models")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [], [("authorization", "Bearer wrong")], [("authorization", "bearer wrong")],
+        [("authorization", "Bearer")], [("authorization", "")], [("authorization", KEY)],
+        [("authorization", f"Basic {KEY}")], [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer wrong")],
+        [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")], [("x-api-key", KEY)],
+        [("authorization", "Bearer ключ")], [("authorization", "Bearer " + "x" * 50_000)],
+    ],
+)  # fmt: skip
+async def test_every_route_but_health_wants_the_key(headers: list[tuple[str, str]]) -> None:
+    encoded = [(name.encode(), value.encode()) for name, value in headers]
+    async with client_of(FakeEngine(say("x")), ServerConfig(api_keys=("other", KEY))) as client:
+        for method, path in all_routes():
+            url = client.base_url.copy_with(raw_path=path.encode())
+            response = await client.send(httpx.Request(method, url, headers=encoded))
+            if (method, path) in (("GET", "/health"), ("HEAD", "/health")):
+                assert response.status_code == 200
+            elif method == "HEAD":
+                assert response.status_code == 401
+            else:
+                assert assert_error(response, 401)["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+@pytest.mark.parametrize("key", ["other", KEY])
+async def test_any_of_the_keys_opens(scheme: str, key: str) -> None:
+    headers = {b"authorization": f"{scheme} {key}".encode()}
+    async with client_of(FakeEngine(say("x")), ServerConfig(api_keys=("other", KEY))) as client:
+        response = await client.post("/v1/chat/completions", json=CHAT, headers=headers)  # type: ignore[arg-type]
+    assert response.status_code == 200
+
+
+async def test_health_answers_while_a_long_prompt_is_encoded() -> None:
+    engine = FakeEngine(say("x"), max_model_len=2_000_000)
+    async with client_of(engine, ServerConfig(max_body_bytes=10**8)) as client:
+        work = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a" * 1_500_000}, timeout=60))
+        probes = 0
+        async with asyncio.timeout(60):
+            while not work.done():
+                assert (await client.get("/health", timeout=1)).status_code == 200
+                probes += 1
+        assert (await work).status_code == 200
+    assert probes > 3
