@@ -1,0 +1,113 @@
+"""GGUF metadata as a `ModelConfig`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.families import GGUF
+from jaxserve.checkpoint.gguf_source import GGUFFile
+from jaxserve.config import ModelConfig, RopeScaling
+
+_ROPE_FREQUENCIES = "rope_freqs.weight"
+# The file holds the factor of each frequency, not the numbers they were made from; every Llama 3.x was made from these.
+_LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
+
+
+def model_config_from_gguf(file: GGUFFile, *, eos_token_ids: tuple[int, ...], bos_token_id: int | None) -> ModelConfig:
+    """The architecture that a GGUF describes.
+
+    Raises:
+        CheckpointError: if a value is missing or malformed, or asks for what is not supported.
+    """
+    names = set(file.names())
+    hidden_size = _integer(file, "embedding_length")
+    head_dim = _integer(file, "attention.key_length", hidden_size // file.num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if _integer(file, key, head_dim) != head_dim:
+            raise CheckpointError(f"{file.path}: {key}={_integer(file, key)} must equal the head size {head_dim}")
+    rope_theta = _number(file, "rope.freq_base", 10000.0)
+    if GGUF.embedding not in names:
+        raise CheckpointError(f"{file.path}: tensor {GGUF.embedding!r} is missing: fetch the file again")
+    try:
+        return ModelConfig(
+            vocab_size=file.shape(GGUF.embedding)[0],
+            hidden_size=hidden_size,
+            intermediate_size=_integer(file, "feed_forward_length"),
+            num_layers=_integer(file, "block_count"),
+            num_heads=file.num_heads,
+            num_kv_heads=file.num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=_integer(file, "context_length"),
+            rms_norm_eps=_shortest_float(_number(file, "attention.layer_norm_rms_epsilon")),
+            rope_theta=_shortest_float(rope_theta),
+            rope_scaling=_rope_scaling(file, rope_theta, head_dim),
+            tie_word_embeddings=GGUF.lm_head not in names,
+            attention_bias=GGUF.in_layer(0, "q", "bias") in names,
+            attention_output_bias=GGUF.in_layer(0, "o", "bias") in names,
+            mlp_bias=GGUF.in_layer(0, "up", "bias") in names,
+            qk_norm=file.family.qk_norm,
+            sliding_window=_integer(file, "attention.sliding_window", 0) or None,
+            eos_token_ids=eos_token_ids,
+            bos_token_id=bos_token_id,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: {error}") from error
+
+
+def eos_token_ids_from_gguf(file: GGUFFile) -> tuple[int, ...]:
+    """Ids that end an answer: end of text, of turn, of message."""
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    found = [int(value) for key in keys if (value := file.get(key)) is not None]
+    return tuple(dict.fromkeys(found))
+
+
+def llama3_frequency_factors(scaling: RopeScaling, theta: float, head_dim: int) -> np.ndarray:
+    """By how much each rotary frequency is divided (https://arxiv.org/abs/2407.21783 and its published code).
+
+    Returns:
+        float64 array of head_dim / 2 factors.
+    """
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    smooth = (scaling.original_max_position_embeddings / wavelengths - low) / (high - low)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / scaling.factor + smooth)
+
+
+def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling | None:
+    kind = file.architecture("rope.scaling.type", "none")
+    if kind == "linear":
+        return RopeScaling("linear", _number(file, "rope.scaling.factor"))
+    if kind != "none":
+        raise CheckpointError(f"{file.path}: rope scaling {kind!r} is not supported: only none, linear, llama3")
+    if _ROPE_FREQUENCIES not in file.names():
+        return None
+    factors = file.read(_ROPE_FREQUENCIES).astype(np.float64).reshape(-1)
+    scaling = RopeScaling("llama3", float(factors.max()), _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL)
+    expected = llama3_frequency_factors(scaling, theta, head_dim)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-5, atol=0.0):
+        raise CheckpointError(f"{file.path}: tensor {_ROPE_FREQUENCIES!r} is supported only with Llama 3's scaling")
+    return scaling
+
+
+def _shortest_float(value: float) -> float:
+    """GGUF's floats have 32 bits: 1e-5 reads as 9.99999974e-06. Meant is the shortest decimal with that float32."""
+    return float(np.format_float_scientific(np.float32(value)))
+
+
+def _integer(file: GGUFFile, key: str, default: int | None = None) -> int:
+    value: Any = file.architecture(key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointError(f"{file.path}: metadata {key}={value!r} must be a whole number")
+    return value
+
+
+def _number(file: GGUFFile, key: str, default: float | None = None) -> float:
+    value: Any = file.architecture(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise CheckpointError(f"{file.path}: metadata {key}={value!r} must be a number")
+    return float(value)

@@ -1,0 +1,144 @@
+"""Hugging Face's config.json and generation_config.json as a `ModelConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.families import Family, family_of_architecture
+from jaxserve.config import ModelConfig, RopeScaling
+
+_REFUSED_WHEN_SET = {
+    "quantization_config": "quantized weights of this form",
+    "partial_rotary_factor": "rotary embeddings over a part of each head",
+    "num_local_experts": "mixtures of experts",
+}
+
+
+def family_of_config(config: Mapping[str, Any], where: str) -> Family:
+    """The family that `architectures` names.
+
+    Raises:
+        CheckpointError: if it is not supported, or not said.
+    """
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise CheckpointError(f"{where}: architectures={architectures!r} must name one architecture")
+    return family_of_architecture(str(architectures[0]), where)
+
+
+def model_config_from_hf(
+    config: Mapping[str, Any], *, eos_token_ids: tuple[int, ...], bos_token_id: int | None, where: str
+) -> ModelConfig:
+    """The architecture that a config.json describes.
+
+    Args:
+        eos_token_ids: the union over config, generation config and tokenizer.
+        where: the file's name, for messages.
+
+    Raises:
+        CheckpointError: if a key is missing or malformed, or asks for what is not supported.
+    """
+    family = family_of_config(config, where)
+    for key, meaning in _REFUSED_WHEN_SET.items():
+        if config.get(key) not in (None, 1.0):
+            raise CheckpointError(f"{where}: {key}={config[key]!r}: {meaning} is not supported")
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{where}: hidden_act={config['hidden_act']!r} is not supported, only 'silu'")
+    hidden_size, num_heads = _integer(config, "hidden_size", where), _integer(config, "num_attention_heads", where)
+    attention_bias = bool(config.get("attention_bias", False))
+    rope_theta, rope_scaling = rope_from_hf(config, family, where)
+    try:
+        return ModelConfig(
+            vocab_size=_integer(config, "vocab_size", where),
+            hidden_size=hidden_size,
+            intermediate_size=_integer(config, "intermediate_size", where),
+            num_layers=_integer(config, "num_hidden_layers", where),
+            num_heads=num_heads,
+            num_kv_heads=_integer(config, "num_key_value_heads", where, num_heads),
+            head_dim=_integer(config, "head_dim", where, hidden_size // max(1, num_heads)),
+            max_position_embeddings=_integer(
+                config, "max_position_embeddings", where, family.default_max_position_embeddings
+            ),
+            rms_norm_eps=_number(config, "rms_norm_eps", where, family.default_rms_norm_eps),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", family.default_tie_word_embeddings)),
+            attention_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            attention_output_bias=attention_bias and family.qkv_bias is None,
+            mlp_bias=family.has_mlp_bias and bool(config.get("mlp_bias", False)),
+            qk_norm=family.qk_norm,
+            sliding_window=_sliding_window(config, family, where),
+            eos_token_ids=eos_token_ids,
+            bos_token_id=bos_token_id,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def rope_from_hf(config: Mapping[str, Any], family: Family, where: str) -> tuple[float, RopeScaling | None]:
+    """Rotary base and scaling, from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (older).
+
+    Raises:
+        CheckpointError: for a scaling that is not known, or one with a missing or malformed number.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"{where}: rope scaling {given!r} must be an object")
+    theta_holder = given if "rope_theta" in given else config
+    theta = _number(theta_holder, "rope_theta", where, family.default_rope_theta)
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling("linear", _number(given, "factor", where))
+    if kind == "llama3":
+        return theta, RopeScaling(
+            "llama3",
+            _number(given, "factor", where),
+            _number(given, "low_freq_factor", where),
+            _number(given, "high_freq_factor", where),
+            _integer(given, "original_max_position_embeddings", where),
+        )
+    raise CheckpointError(f"{where}: rope scaling {kind!r} is not supported; supported are default, linear, llama3")
+
+
+def _sliding_window(config: Mapping[str, Any], family: Family, where: str) -> int | None:
+    if family.sliding_window == "none":
+        return None
+    if family.sliding_window == "opt-in" and not config.get("use_sliding_window", False):
+        return None
+    window = config.get("sliding_window", family.default_sliding_window)
+    layer_types = config.get("layer_types")
+    if window is not None and family.sliding_window == "opt-in":
+        all_slide = not config.get("max_window_layers", 28) if layer_types is None else set(layer_types) == {
+            "sliding_attention"
+        }  # fmt: skip
+        if not all_slide:
+            raise CheckpointError(f"{where}: a sliding window in some layers only is not supported")
+    return None if window is None else _integer(config, "sliding_window", where, window)
+
+
+def token_ids_from(value: Any, where: str) -> tuple[int, ...]:
+    """`eos_token_id` as it may be written: absent, one id, or a list of them."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+        raise CheckpointError(f"{where}: eos_token_id={value!r} must be a token id or a list of them")
+    return tuple(ids)
+
+
+def _integer(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointError(f"{where}: {key}={value!r} must be a whole number")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise CheckpointError(f"{where}: {key}={value!r} must be a number")
+    return float(value)

@@ -1,0 +1,76 @@
+"""The one file that makes a folder a converted checkpoint: written last, so that it stands for a whole one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.tokenizer_files import read_json
+from jaxserve.config import ModelConfig
+
+MANIFEST_FILE = "jaxserve.json"
+FORMAT_VERSION = 1
+WEIGHTS_FOLDER = "weights"
+TOKENIZER_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a converted checkpoint is, and where it came from.
+
+    Attributes:
+        name: short name of the model, such as "smollm2-135m-instruct".
+        model_config: of the weights beside it.
+        dtype: that was asked for at conversion; "auto": as the source had it (quantized weights: float32).
+        source: format of what it was made from: "huggingface" or "gguf".
+        source_files: name and SHA-256 of each file it was made from.
+        versions: of the packages that made it.
+    """
+
+    name: str
+    model_config: ModelConfig
+    dtype: str
+    source: str
+    source_files: dict[str, str]
+    versions: dict[str, str]
+    format_version: int = FORMAT_VERSION
+
+
+def is_converted(path: Path) -> bool:
+    return (path / MANIFEST_FILE).is_file()
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
+    (folder / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises CheckpointError if the folder has no manifest, or one that this version cannot read."""
+    path = folder / MANIFEST_FILE
+    data: dict[str, Any] = read_json(path)
+    if data.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format_version={data.get('format_version')!r}, this version of jaxserve reads {FORMAT_VERSION}: "
+            "convert the model again"
+        )
+    try:
+        return Manifest(**{**data, "model_config": ModelConfig.from_json(data["model_config"])})
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}): convert the model again") from error
+
+
+def sha256_of_file(path: Path, advance: Callable[[int], None] = lambda amount: None) -> str:
+    """Hexadecimal digest of a file's content. `advance` is told the bytes that were read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+            advance(len(piece))
+    return digest.hexdigest()

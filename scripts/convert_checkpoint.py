@@ -1,0 +1,33 @@
+"""Converts a Hugging Face folder or a GGUF file into a folder that jaxserve loads: `convert_checkpoint.py SRC DST`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # usable without installing the package
+
+from jaxserve.checkpoint.convert import DTYPES, convert
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.progress import NoProgress
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path, help="a Hugging Face folder or a GGUF file")
+    parser.add_argument("destination", type=Path, help="the folder to make")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="auto", help="of the weights; auto: the source's")
+    arguments = parser.parse_args()
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        convert(arguments.source, arguments.destination, dtype=arguments.dtype, progress=NoProgress())
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
