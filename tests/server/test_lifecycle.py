@@ -1,0 +1,137 @@
+"""The server as a process: starting, draining on SIGTERM, and exit codes that tell how it went."""
+
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.harness import USER, events
+from tests.server.processes import ServerProcess, server_process
+
+
+@contextmanager
+def fake_server(tmp_path: Path, **options: Any) -> Iterator[ServerProcess]:
+    with server_process(["-m", "tests.server.fake_server", json.dumps(options)], tmp_path / "log") as server:
+        yield server
+
+
+class Answer(threading.Thread):
+    """A request in a thread: `first` is set when its first bytes are there; then `status` and `text`."""
+
+    def __init__(self, url: str, **fields: Any) -> None:
+        super().__init__()
+        self.first = threading.Event()
+        self.status = 0
+        self.text = ""
+        self._url = f"{url}/v1/chat/completions"
+        self._body = {"messages": [USER], "max_tokens": 50, **fields}
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
+            self.status = response.status_code
+            for piece in response.iter_text():
+                self.text += piece
+                self.first.set()
+
+
+def test_sigterm_lets_running_answers_end(tmp_path: Path) -> None:
+    with fake_server(tmp_path) as server:
+        url = server.wait_ready()
+        stream = Answer(url, stream=True)
+        whole = Answer(url)
+        assert stream.first.wait(10)
+        server.process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{url}/health").status_code == 200:
+            pass
+        refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": [USER]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert httpx.get(f"{url}/health").status_code == 503
+        stream.join()
+        whole.join()
+        assert server.exit_code() == 0
+    *chunks, done = events(stream.text)
+    assert done == "[DONE]"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert json.loads(whole.text)["usage"]["completion_tokens"] == 50
+
+
+def test_answers_past_the_shutdown_timeout_end_with_an_error(tmp_path: Path) -> None:
+    with fake_server(tmp_path, shutdown_timeout=0.3) as server:
+        url = server.wait_ready()
+        stream = Answer(url, stream=True, max_tokens=100_000)
+        assert stream.first.wait(10)
+        server.process.send_signal(signal.SIGTERM)
+        stream.join()
+        assert server.exit_code() == 3
+    last = events(stream.text)[-1]
+    assert set(last) == {"error"}
+
+
+def test_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+    with fake_server(tmp_path) as server:
+        url = server.wait_ready()
+        stopped = threading.Event()
+
+        def read() -> None:
+            with pytest.raises(httpx.HTTPError):
+                httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 100_000}, timeout=60)
+            stopped.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        while "num_requests_running 1.0" not in httpx.get(f"{url}/metrics").text:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{url}/health").status_code == 200:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code(seconds=5) == 128 + signal.SIGTERM
+        reader.join()
+        assert stopped.is_set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_while_loading(tmp_path: Path, number: signal.Signals) -> None:
+    with fake_server(tmp_path, load="never") as server:
+        url = server.url()
+        assert httpx.get(f"{url}/health").json()["error"]["code"] == "loading"
+        server.process.send_signal(number)
+        assert server.exit_code(seconds=5) == 0
+
+
+def test_idle_server_exits_at_once(tmp_path: Path) -> None:
+    with fake_server(tmp_path) as server, httpx.Client(base_url=server.wait_ready()) as kept_alive:
+        kept_alive.get("/health")
+        server.process.send_signal(signal.SIGINT)
+        assert server.exit_code(seconds=5) == 0
+
+
+def test_failed_load(tmp_path: Path) -> None:
+    with fake_server(tmp_path, load="fail") as server:
+        assert server.exit_code() == 1
+        assert "error: the checkpoint is corrupt: fetch it again" in server.log
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with fake_server(tmp_path, port=port) as server:
+            assert server.exit_code() == 1
+            assert server.log == f"error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_failed_engine_ends_the_process(tmp_path: Path) -> None:
+    with fake_server(tmp_path, fail_after=5) as server:
+        stream = Answer(server.wait_ready(), stream=True)
+        stream.join()
+        assert server.exit_code() == 1
+        assert "the engine failed" in server.log
+    assert set(events(stream.text)[-1]) == {"error"}
