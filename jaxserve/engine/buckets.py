@@ -8,6 +8,7 @@ from jaxserve.engine.device_batch import Bucket
 from jaxserve.engine.schedule import ScheduledBatch
 
 _SMALLEST_PREFILL = 16
+_SMALLEST_PREFILL_OF_FEW = 32
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,15 @@ def make_buckets(
     Args:
         few_programs: coarser steps between sizes, where compiling takes longer than padding costs (a CPU).
     """
-    smallest_prefill = min(_SMALLEST_PREFILL, max_num_batched_tokens)
+    smallest_prefill = min(_SMALLEST_PREFILL_OF_FEW if few_programs else _SMALLEST_PREFILL, max_num_batched_tokens)
     decode_rows = _growing(1, max_num_seqs, 2)
-    most_rows = max_num_seqs + max_prefill_rows
+    most_rows = max_num_seqs - 1 + max_prefill_rows
     return Buckets(
         decode_rows=decode_rows,
-        mixed_decode_rows=(0, max_num_seqs),
+        mixed_decode_rows=(0,) if max_num_seqs == 1 else (0, max_num_seqs - 1),  # one slot at least prefills
         prefill_tokens=_growing(smallest_prefill, max_num_batched_tokens, 4 if few_programs else 2),
         prefill_rows=max_prefill_rows,
-        sample_rows=(1, most_rows) if few_programs else tuple(sorted({*decode_rows, max_prefill_rows, most_rows})),
+        sample_rows=tuple(sorted({1, most_rows})) if few_programs else tuple(sorted({*decode_rows, max_prefill_rows, most_rows})),
     )
 
 

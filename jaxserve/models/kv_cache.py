@@ -46,6 +46,11 @@ def write_kv(
     The marker must be past the end: in JAX an index of -1 writes to the last page.
     """
     dtype = cache.k_pages.dtype
+    if k.shape[0] == 1:
+        # XLA rewrites a scatter of one update into a form that copies the whole cache; a second, dropped one avoids that.
+        nowhere = jnp.full((1,), cache.k_pages.shape[1], pages.dtype)
+        k, v, offsets = (jnp.concatenate([array, array]) for array in (k, v, offsets))
+        pages = jnp.concatenate([pages, nowhere])
     return KVCache(
         k_pages=cache.k_pages.at[layer, pages, offsets].set(k.astype(dtype), mode="drop"),
         v_pages=cache.v_pages.at[layer, pages, offsets].set(v.astype(dtype), mode="drop"),
