@@ -16,7 +16,6 @@ import jax
 import pytest
 
 from jaxserve.progress import NoProgress
-from tests.tiny_model import write_tiny_llama
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -45,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """The default model's converted folder, fetched into the model cache when it is not there."""
-    from jaxserve.checkpoint.source import resolve_model  # here: most tests need nothing of it
+    from jaxserve.checkpoint.source import resolve_model  # here: most tests need none of its libraries
 
     return resolve_model(DEFAULT_MODEL, NoProgress())
 
@@ -53,4 +52,6 @@ def default_model_dir() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a random Llama: 2 layers, hidden size 64, byte-level vocabulary, chat template."""
+    from tests.tiny_model import write_tiny_llama
+
     return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")

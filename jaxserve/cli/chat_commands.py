@@ -38,6 +38,10 @@ def message_of(line: str) -> str:
     return line[1:] if line.startswith("//") else line
 
 
+def metric_line(name: str, value: object) -> str:
+    return f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}"
+
+
 def run_command(session: ChatSession, line: str) -> CommandResult:
     """Carries out one command.
 
@@ -62,5 +66,5 @@ def run_command(session: ChatSession, line: str) -> CommandResult:
     if name == "/stats":
         return CommandResult("no answer yet" if session.last_stats is None else session.last_stats.text())
     if name == "/metrics":
-        return CommandResult("\n".join(f"{key}: {value}" for key, value in session.backend.metrics().items()))
+        return CommandResult("\n".join(metric_line(*item) for item in session.backend.metrics().items()))
     return CommandResult(HELP)

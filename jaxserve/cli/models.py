@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated, Literal
+
 import typer
 
 from jaxserve.cli.errors import reported_errors
@@ -20,3 +23,21 @@ def pull(model: Model = DEFAULT_MODEL, verbose: Verbose = 0) -> None:
         from jaxserve.checkpoint.source import resolve_model  # here: it brings jax, which --help need not wait for
 
         typer.echo(resolve_model(model, progress_on()))
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A Hugging Face folder or a GGUF file.")],
+    destination: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make; it must not exist.")],
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of the weights; auto: as SOURCE has them, and float32 where they are quantized."),
+    ] = "auto",
+    verbose: Verbose = 0,
+) -> None:
+    """Convert SOURCE into a FOLDER that loads faster; `jaxserve serve FOLDER` then serves it."""
+    configure_logging(verbose)
+    with reported_errors(verbose):
+        # Here and not at the top, as above; by another name, since this command has that one.
+        from jaxserve.checkpoint.convert import convert as convert_checkpoint
+
+        typer.echo(convert_checkpoint(source, destination, dtype=dtype, progress=progress_on()))

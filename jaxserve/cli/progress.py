@@ -17,6 +17,7 @@ from rich.text import Text
 from jaxserve.progress import Progress
 
 SECONDS_BETWEEN_LINES = 5.0
+BYTES = ("bytes", "B")  # units that are shown in MB and the like
 
 
 def progress_on(stream: TextIO | None = None) -> Progress:
@@ -27,13 +28,21 @@ def progress_on(stream: TextIO | None = None) -> Progress:
 
 def amount_text(amount: float, unit: str) -> str:
     """An amount for people: "98.0 MB", "12 layers"; units of bytes are scaled by thousands."""
-    if unit not in ("bytes", "B"):
+    if unit not in BYTES:
         return f"{amount:,.0f} {unit}" if amount >= 10 or amount == int(amount) else f"{amount:.1f} {unit}"
     for prefix in ("", "k", "M", "G"):
         if amount < 1000:
             return f"{amount:.0f} B" if not prefix else f"{amount:.1f} {prefix}B"
         amount /= 1000
     return f"{amount:.1f} TB"
+
+
+def done_text(done: float, total: float | None, unit: str) -> str:
+    """How far work is: "98.0 MB of 200.0 MB", "3 of 13 programs"."""
+    if total is None:
+        return amount_text(done, unit)
+    whole = amount_text(total, unit)
+    return f"{amount_text(done, unit)} of {whole}" if unit in BYTES else f"{done:,.0f} of {whole}"
 
 
 class BarProgress:
@@ -68,8 +77,7 @@ class _AmountColumn(TextColumn):
 
     def render(self, task: Task) -> Text:
         unit = task.fields["unit"]
-        done = amount_text(task.completed, unit)
-        text = done if task.total is None else f"{done} of {amount_text(task.total, unit)}"
+        text = done_text(task.completed, task.total, unit)
         if task.speed:
             text += f", {amount_text(task.speed, unit)}/s"
         return Text(text)
@@ -97,8 +105,7 @@ class LineProgress:
                 if due:
                     last_line = now
             if due:
-                of_total = f" of {amount_text(total, unit)}" if total is not None else ""
-                self._write(f"{description}: {amount_text(done, unit)}{of_total}")
+                self._write(f"{description}: {done_text(done, total, unit)}")
 
         yield advance
         self._write(f"{description}: done in {time.monotonic() - started:.1f} s")

@@ -7,6 +7,12 @@ from collections.abc import Iterator
 import pexpect
 import pytest
 
+# The child is replaced by a new program at once, so that it does not matter which threads the fork left behind.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of forkpty:DeprecationWarning"),
+]
+
 # Keys as terminals send them.
 CTRL_C, CTRL_D, ESC_ENTER = "\x03", "\x04", "\x1b\r"
 

@@ -3,6 +3,7 @@
 import errno
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -22,7 +23,7 @@ def test_help_names_the_commands_without_importing_jax() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n", done.stderr
     help_text = CliRunner().invoke(build_app(), ["--help"]).output
-    assert all(name in help_text for name in ("chat", "serve", "pull", "version"))
+    assert all(name in help_text for name in ("chat", "serve", "pull", "convert", "version"))
 
 
 @pytest.mark.parametrize("flag", ["version", "--version"])
@@ -42,6 +43,9 @@ def test_version(flag: str) -> None:
         ),
         (("serve", "--gpu-memory-utilization", "1.5"), "gpu_memory_utilization=1.5 must lie in (0, 1]"),
         (("chat", "--temperature", "3"), "temperature=3.0 must lie in 0..2"),
+        (("chat", "no-such-model"), "no-such-model"),
+        (("serve", "no-such-model"), "no-such-model"),
+        (("pull", "no-such-model"), "no-such-model"),
     ],
 )
 def test_mistakes_are_one_line_on_stderr(arguments: tuple[str, ...], message: str) -> None:
@@ -51,6 +55,21 @@ def test_mistakes_are_one_line_on_stderr(arguments: tuple[str, ...], message: st
     assert done.stderr.startswith("jaxserve: error: ")
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_failed_conversion_ends_with_its_reason(tmp_path: Path) -> None:
+    done = run("convert", str(tmp_path / "absent"), str(tmp_path / "converted"))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1] == f"jaxserve: error: {tmp_path / 'absent'} does not exist"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_convert_prints_the_folder_it_made(tiny_model_dir: Path, tmp_path: Path) -> None:
+    done = run("convert", str(tiny_model_dir), str(tmp_path / "converted"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path / 'converted'}\n"
+    assert run("pull", str(tmp_path / "converted")).stdout == done.stdout
 
 
 def test_verbose_shows_the_traceback_too() -> None:

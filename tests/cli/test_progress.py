@@ -3,7 +3,7 @@ import io
 import pytest
 
 from jaxserve.cli import progress as cli_progress
-from jaxserve.cli.progress import BarProgress, LineProgress, amount_text, progress_on
+from jaxserve.cli.progress import BarProgress, LineProgress, amount_text, done_text, progress_on
 
 
 class Terminal(io.StringIO):
@@ -41,7 +41,7 @@ def test_bars_end_with_the_amount(total: int | None) -> None:
             advance(1)
     text = stream.getvalue()
     assert "Loading" in text
-    assert "30 layers" in text
+    assert ("30 of 30 layers" if total else "30 layers") in text
 
 
 def test_no_end_is_announced_for_work_that_failed() -> None:
@@ -64,3 +64,9 @@ def test_no_end_is_announced_for_work_that_failed() -> None:
 )
 def test_amounts_are_for_people(amount: float, unit: str, text: str) -> None:
     assert amount_text(amount, unit) == text
+
+
+def test_how_far_work_is() -> None:
+    assert done_text(98e6, 200e6, "bytes") == "98.0 MB of 200.0 MB"
+    assert done_text(3, 13, "programs") == "3 of 13 programs"
+    assert done_text(3, None, "programs") == "3 programs"
