@@ -4,8 +4,8 @@
     for chunk in engine.chat.completions.create(messages=[{"role": "user", "content": "Hello"}], stream=True):
         print(chunk.choices[0].delta.content or "", end="")
 
-`Engine` blocks, and may be used from several threads; `AsyncEngine` has the same calls, awaited. Options of `create` are those
-of the HTTP routes, with the same checks: `jaxserve.protocol.errors.BadRequestError` names the one at fault.
+`Engine` blocks, and may be used from several threads; `AsyncEngine` has the same calls, awaited. Options of `create`
+are those of the HTTP routes, with the same checks: `BadRequestError` names the one at fault.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -79,9 +78,7 @@ class AsyncChatCompletions:
         self._service = service
 
     @overload
-    async def create(
-        self, *, messages: Messages, stream: Literal[False] = False, **options: Any
-    ) -> ChatCompletion: ...
+    async def create(self, *, messages: Messages, stream: Literal[False] = False, **options: Any) -> ChatCompletion: ...
     @overload
     async def create(
         self, *, messages: Messages, stream: Literal[True], **options: Any
@@ -110,9 +107,7 @@ class AsyncCompletions:
         self._service = service
 
     @overload
-    async def create(
-        self, *, prompt: PromptInput, stream: Literal[False] = False, **options: Any
-    ) -> Completion: ...
+    async def create(self, *, prompt: PromptInput, stream: Literal[False] = False, **options: Any) -> Completion: ...
     @overload
     async def create(
         self, *, prompt: PromptInput, stream: Literal[True], **options: Any
@@ -123,7 +118,7 @@ class AsyncCompletions:
         """Continues a prompt (text or token ids), or several.
 
         Args:
-            options: fields of POST /v1/completions, such as `max_tokens` (16 unless given), `temperature`, `stop`, `echo`.
+            options: fields of POST /v1/completions, such as `max_tokens` (16 unless given), `stop`, `echo`.
 
         Raises:
             ApiError: as `chat.completions.create`.
@@ -149,7 +144,7 @@ class AsyncEngine:
         config: how the engine runs it.
         progress: shows how far loading is.
 
-    Building one loads and compiles, which takes seconds to minutes and blocks: do it before the event loop has other work.
+    Building one loads and compiles, which blocks for seconds to minutes: do it before the event loop has other work.
     """
 
     def __init__(
@@ -213,11 +208,12 @@ class AsyncEngine:
 class Stream(Generic[ChunkT]):
     """Chunks as they come. Leaving the loop early, or closing the stream, ends the work."""
 
-    def __init__(self, loop: _LoopThread, chunks: AsyncStream[ChunkT]) -> None:
+    def __init__(self, loop: _LoopThread, opening: Coroutine[Any, Any, AsyncStream[ChunkT]]) -> None:
+        self._loop = loop
         self._received: queue.SimpleQueue[tuple[ChunkT | None, BaseException | None]] = queue.SimpleQueue()
         self._ended = False
-        # The pump knows the queue and not the stream, so that a stream that nobody holds any more is collected and ends it.
-        self._pump = loop.start(_pump(chunks, self._received))
+        # The pump knows the queue and not the stream: a stream that nobody holds any more is collected, and ends it.
+        self._pump = loop.run(_start_pump(opening, self._received))
 
     def __iter__(self) -> Generator[ChunkT]:
         try:
@@ -242,7 +238,7 @@ class Stream(Generic[ChunkT]):
     def close(self) -> None:
         """Ends the work, if it goes on. Safe to call again."""
         self._ended = True
-        self._pump.cancel()
+        self._loop.cancel(self._pump)
 
     def __enter__(self) -> Stream[ChunkT]:
         return self
@@ -251,7 +247,17 @@ class Stream(Generic[ChunkT]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_pump"):  # it lacks one if it was refused
+            self.close()
+
+
+async def _start_pump(
+    opening: Coroutine[Any, Any, AsyncStream[ChunkT]],
+    received: queue.SimpleQueue[tuple[ChunkT | None, BaseException | None]],
+) -> asyncio.Task[None]:
+    task = asyncio.create_task(_pump(await opening, received))
+    await asyncio.sleep(0)  # a task that is cancelled before its first step never reaches its `finally`
+    return task
 
 
 async def _pump(
@@ -284,8 +290,9 @@ class ChatCompletions:
         self, *, messages: Messages, stream: bool = False, **options: Any
     ) -> ChatCompletion | Stream[ChatCompletionChunk]:
         """As `AsyncChatCompletions.create`, blocking."""
-        result = self._loop.run(self._calls.create(messages=messages, stream=stream, **options))  # type: ignore[call-overload]
-        return Stream(self._loop, result) if isinstance(result, AsyncStream) else result
+        if stream is True:
+            return Stream(self._loop, self._calls.create(messages=messages, stream=True, **options))
+        return self._loop.run(self._calls.create(messages=messages, stream=stream, **options))  # False, or refused
 
 
 class Completions:
@@ -301,8 +308,9 @@ class Completions:
     def create(self, *, prompt: PromptInput, stream: Literal[True], **options: Any) -> Stream[Completion]: ...
     def create(self, *, prompt: PromptInput, stream: bool = False, **options: Any) -> Completion | Stream[Completion]:
         """As `AsyncCompletions.create`, blocking."""
-        result = self._loop.run(self._calls.create(prompt=prompt, stream=stream, **options))  # type: ignore[call-overload]
-        return Stream(self._loop, result) if isinstance(result, AsyncStream) else result
+        if stream is True:
+            return Stream(self._loop, self._calls.create(prompt=prompt, stream=True, **options))
+        return self._loop.run(self._calls.create(prompt=prompt, stream=stream, **options))  # False, or refused
 
 
 class Chat:
@@ -369,15 +377,17 @@ class _LoopThread:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    def cancel(self, task: asyncio.Task[Any]) -> None:
+        """Cancels a task of the loop, from any thread."""
+        if not task.done() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(task.cancel)
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """The work's result; interrupting the wait (Ctrl-C) cancels it."""
         if not self.is_running:
             work.close()
             raise RuntimeError("this engine was closed")
-        future = self.start(work)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         finally:

@@ -124,7 +124,9 @@ class FakeEngine:
 
     Attributes:
         gate: while cleared, no token comes.
-        live: requests that have not finished. submitted: what was asked, in order. aborted: (request id, index), in order.
+        live: requests that have not finished.
+        submitted: what was asked, in order.
+        aborted: request id and index, in order.
     """
 
     def __init__(

@@ -164,9 +164,7 @@ def _new_chat_chunk(answer: Answer, choices: list[ChunkChoice], **usage: Usage |
 
 
 def _completion_chunk(answer: Answer, delta: TextDelta) -> Completion:
-    choices = [
-        CompletionChoice(index=delta.index, text=delta.text, logprobs=None, finish_reason=delta.finish_reason)
-    ]
+    choices = [CompletionChoice(index=delta.index, text=delta.text, logprobs=None, finish_reason=delta.finish_reason)]
     if answer.usage == "none":
         return _completion(answer, choices)
     return _completion(answer, choices, usage=answer.total_usage() if answer.usage == "always" else None)

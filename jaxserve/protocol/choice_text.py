@@ -28,7 +28,7 @@ class TextDelta:
 
 
 class ChoiceText:
-    """Detokenizer and stop strings of one choice. The deltas joined are the choice's whole text, however tokens arrive."""
+    """Detokenizer and stop strings of one choice. The deltas joined are its whole text, however tokens arrive."""
 
     def __init__(
         self,
@@ -54,7 +54,11 @@ class ChoiceText:
         shown: list[str] = []
         for position, token_id in enumerate(output.token_ids):
             self.num_tokens += 1
-            if output.stop_token_id is not None and position == len(output.token_ids) - 1 and not self._shows_stop_token:
+            if (
+                output.stop_token_id is not None
+                and position == len(output.token_ids) - 1
+                and not self._shows_stop_token
+            ):
                 break
             match = self._stops.push(self._detokenizer.push([token_id]))
             shown.append(match.text)

@@ -1,4 +1,4 @@
-"""What the protocol needs of an engine. `jaxserve.engine.client.EngineClient` has this shape, and so has the tests' fake.
+"""What the protocol needs of an engine. `EngineClient` has this shape, and so has the tests' fake.
 
 Naming it here keeps the text side free of jax: importing the protocol or the server never initialises a device.
 """

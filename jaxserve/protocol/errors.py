@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API shapes them: raised alike by the server (which turns them into responses) and the Python API."""
+"""Errors as OpenAI's API shapes them. The Python API raises them, the server turns them into responses."""
 
 from __future__ import annotations
 

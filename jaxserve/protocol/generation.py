@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import cast
 
 from jaxserve.engine.request import RequestOutput
 from jaxserve.protocol.choice_text import ChoiceText, TextDelta
@@ -74,10 +73,8 @@ class TextGeneration:
             return
         self._closed = True
         unfinished: Outcome = "error" if self._failed else "abort"
-        outcomes = [cast(Outcome, choice.finish_reason or unfinished) for choice in self._choices]
-        self._observer.finished(
-            outcomes, time.monotonic() - self._arrival, self.prompt_tokens, self.completion_tokens
-        )
+        outcomes: list[Outcome] = [choice.finish_reason or unfinished for choice in self._choices]
+        self._observer.finished(outcomes, time.monotonic() - self._arrival, self.prompt_tokens, self.completion_tokens)
         await self._stream.aclose()
 
     def _check(self, output: RequestOutput) -> None:

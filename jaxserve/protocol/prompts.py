@@ -1,4 +1,4 @@
-"""From messages or text to the token ids of a prompt. Slow for long prompts, so the service calls it in a thread pool."""
+"""From messages or text to the token ids of a prompt. Slow for long ones, so the service does it in a thread pool."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxserve.text.tokenizer import Tokenizer
 class PromptBuilder:
     """Renders and encodes prompts for one model. Every method may be called from several threads.
 
-    Message content cannot create control tokens unless `allow_special_tokens_in_content` says so: text that spells one is
-    encoded as the plain text it is. The completions route encodes as Hugging Face does.
+    Message content cannot create control tokens unless `allow_special_tokens_in_content` says so: text that spells one
+    is encoded as the plain text it is. The completions route encodes as Hugging Face does.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class PromptBuilder:
             )
         except ChatTemplateError as error:
             raise BadRequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages", code="chat_template_error"
+                f"the model's chat template refuses these messages: {error}",
+                param="messages",
+                code="chat_template_error",
             ) from error
 
     def completion(self, prompt: str | list[int], param: str) -> list[int]:
@@ -82,8 +84,8 @@ class PromptBuilder:
             num_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
         if num_bytes > self._max_prompt_bytes:
             raise BadRequestError(
-                f"`{param}` has {num_bytes} bytes of text, more than this model's context of {self._max_model_len} tokens "
-                "can hold",
+                f"`{param}` has {num_bytes} bytes of text, more than this model's context of "
+                f"{self._max_model_len} tokens can hold",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -94,6 +96,6 @@ def _texts(message: ChatMessage) -> list[str]:
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """The message as templates know it: without absent fields, `developer` by the name that models were trained with."""
+    """The message as templates know it: without absent fields, `developer` by the name that models learnt."""
     fields = message.model_dump(exclude_none=True)
     return fields | {"role": "system"} if message.role == "developer" else fields

@@ -125,7 +125,7 @@ class _Generation(_Ignored):
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     seed: int | None = Field(None, ge=SEED_MIN, le=SEED_MAX)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_list_of_stops)] = []  # noqa: RUF012
+    stop: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_list_of_stops)] = []
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = False
     skip_special_tokens: bool = True

@@ -1,4 +1,4 @@
-"""Responses, shaped as the `openai` package's: the server writes them as JSON, the Python API returns them as they are."""
+"""Responses, shaped as the `openai` package's: the server writes them as JSON, the Python API returns them."""
 
 from __future__ import annotations
 

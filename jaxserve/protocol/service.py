@@ -60,8 +60,8 @@ class _EncodedPrompt:
 class OpenAIService:
     """Serves one model. All calls are made on one event loop.
 
-    The calls raise `ApiError`s: for what a client did wrong before anything was queued, for a full queue or a stopped engine,
-    and for an engine that failed on the way.
+    The calls raise `ApiError`s: for what a client did wrong before anything was queued, for a full queue or a stopped
+    engine, and for an engine that failed on the way.
     """
 
     def __init__(
@@ -238,7 +238,9 @@ class OpenAIService:
     def _check_model(self, name: str) -> None:
         if name != self.model_name:
             raise NotFoundError(
-                f"the model {name[:200]!r} is not served here; {self.model_name!r} is", param="model", code="model_not_found"
+                f"the model {name[:200]!r} is not served here; {self.model_name!r} is",
+                param="model",
+                code="model_not_found",
             )
 
     async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:

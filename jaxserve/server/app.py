@@ -72,9 +72,7 @@ class _Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         service = self._slot.for_work()
-        return await self._answer(
-            request, parse_chat_request, service.chat_completion, service.chat_completion_stream
-        )
+        return await self._answer(request, parse_chat_request, service.chat_completion, service.chat_completion_stream)
 
     async def completions(self, request: Request) -> Response:
         service = self._slot.for_work()

@@ -16,8 +16,8 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
 
     Raises:
         RequestTooLargeError: it is longer than `max_bytes`; no more than that is kept.
-        BadRequestError: it is no JSON object, or is not declared as JSON (which keeps web pages of other origins from sending
-            one without asking first).
+        BadRequestError: it is no JSON object, or is not declared as JSON (which keeps web pages of other origins from
+            sending one without asking first).
         ClientDisconnectedError: the client went away before it had sent all.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()

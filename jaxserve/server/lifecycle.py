@@ -55,7 +55,7 @@ def run(load: Callable[[], OpenAIService], config: ServerConfig) -> int:
     with listener, asyncio.Runner(loop_factory=process.uvicorn_config.get_loop_factory()) as runner:
         exit_code = runner.run(process.serve())
     if process.is_loading:
-        # A compilation cannot be interrupted, and a thread inside one may crash an interpreter that winds down around it.
+        # A compilation cannot be interrupted, and a thread inside one may crash an interpreter that ends around it.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -153,7 +153,7 @@ class _Process:
         return EXIT_CUT_SHORT
 
     async def _finish_responses(self, timeout: float) -> bool:
-        """Waits until every request that the server holds was answered; False if that takes longer than `timeout` seconds."""
+        """Waits until every request was answered; False if that takes longer than `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 while tasks := set(self._server.server_state.tasks):

@@ -14,7 +14,27 @@ from jaxserve.server.slot import ServiceSlot
 
 PREFIX = "jaxserve:"
 
-_FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_FIRST_TOKEN_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
 _NEXT_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _TOKEN_COUNT_BUCKETS = tuple(2**power for power in range(18))
@@ -34,11 +54,17 @@ class Metrics:
         )
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(reason)
-        self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_BUCKETS)
-        self._next_token = self._histogram("inter_token_latency_seconds", "Token to token of a choice.", _NEXT_TOKEN_BUCKETS)
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_BUCKETS
+        )
+        self._next_token = self._histogram(
+            "inter_token_latency_seconds", "Token to token of a choice.", _NEXT_TOKEN_BUCKETS
+        )
         self._request = self._histogram("e2e_request_latency_seconds", "Arrival to the end.", _REQUEST_BUCKETS)
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKEN_COUNT_BUCKETS)
-        self._generation = self._histogram("request_generation_tokens", "Tokens generated for a prompt.", _TOKEN_COUNT_BUCKETS)
+        self._generation = self._histogram(
+            "request_generation_tokens", "Tokens generated for a prompt.", _TOKEN_COUNT_BUCKETS
+        )
 
     def first_token(self, since_arrival: float) -> None:
         self._first_token.observe(since_arrival)
@@ -78,7 +104,9 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"{PREFIX}{name}", description, value=value)
         for name, description, value in _counters(stats):
             yield CounterMetricFamily(f"{PREFIX}{name}", description, value=value)
-        device = GaugeMetricFamily(f"{PREFIX}device_info", "The device that the model runs on.", labels=["device", "model"])
+        device = GaugeMetricFamily(
+            f"{PREFIX}device_info", "The device that the model runs on.", labels=["device", "model"]
+        )
         device.add_metric([stats.device_kind, self._slot.service.model_name], 1)
         yield device
 

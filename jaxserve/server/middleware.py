@@ -68,9 +68,7 @@ class ApiKeyMiddleware:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            error = AuthenticationError(
-                "send a valid API key as `Authorization: Bearer KEY`", code="invalid_api_key"
-            )
+            error = AuthenticationError("send a valid API key as `Authorization: Bearer KEY`", code="invalid_api_key")
             await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:

@@ -1,7 +1,8 @@
 """Server-sent events, and noticing that a client has gone away.
 
-Starlette's response classes would do for the bytes. These do two things more: nothing is sent before the first chunk is there,
-so that a failure until then is an HTTP error and not an event; and a plain handler is watched for disconnects like a stream.
+Starlette's response classes would do for the bytes. This does two things more: nothing is sent before the first chunk
+is there, so that a failure until then is an HTTP error and not an event; and a plain handler is watched for disconnects,
+like a stream.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 class EventStreamResponse(Response):
-    """Sends each chunk as one event, then `[DONE]`; after a failure an event with the error instead, and no `[DONE]`."""
+    """Sends each chunk as one event, then `[DONE]`; after a failure an event with the error, and no `[DONE]`."""
 
     media_type = "text/event-stream"
 

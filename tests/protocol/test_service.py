@@ -1,4 +1,4 @@
-"""Answers assembled from an engine's tokens: the same text, counts and reasons streamed and not, and nothing left running."""
+"""Answers assembled from an engine's tokens: the same streamed and not, and nothing left running."""
 
 import asyncio
 from typing import Any
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.anyio
 
 USER = {"role": "user", "content": "hi"}
 PARTS_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>\n"
-    "{% endfor %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 STRICT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
@@ -306,10 +306,9 @@ async def test_failing_engine_fails_the_answer() -> None:
 async def test_failing_engine_breaks_the_stream_off() -> None:
     service = fake_service(FakeEngine(endless, fail_after=3))
     stream = await service.chat_completion_stream(parse_chat_request({"messages": [USER], "stream": True}))
-    received = []
+    received = [await anext(stream) for _ in range(4)]
     with pytest.raises(InternalServerError):
-        async for chunk in stream:
-            received.append(chunk)
+        await anext(stream)
     assert joined(received) == "abc"
     assert reasons(received) == []
 
@@ -341,11 +340,11 @@ async def test_cancelled_answers_end_in_the_engine(n: int) -> None:
 
 @pytest.mark.parametrize("chunks_read", [0, 1, 5])
 async def test_closed_streams_end_in_the_engine(chunks_read: int) -> None:
-    engine = FakeEngine(endless)
+    engine = FakeEngine(endless, max_model_len=1_000_000)
     service = fake_service(engine)
     streams = [
         await service.chat_completion_stream(parse_chat_request({"messages": [USER], "n": 2})),
-        await service.completion_stream(parse_completion_request({"prompt": ["a", "b"], "max_tokens": 100})),
+        await service.completion_stream(parse_completion_request({"prompt": ["a", "b"], "max_tokens": 100_000})),
     ]
     assert len(engine.live) == 3
     for stream in streams:

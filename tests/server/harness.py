@@ -25,7 +25,9 @@ USER = {"role": "user", "content": "hi"}
 async def listening(app: Starlette) -> AsyncIterator[int]:
     """Serves the app on a free port of this machine, which is what is yielded."""
     listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
+    )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield listener.getsockname()[1]
