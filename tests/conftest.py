@@ -26,11 +26,14 @@ hypothesis.settings.load_profile("jaxserve")
 def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    # `pytest --cache-clear` empties it. In the environment too, for the processes that tests start.
-    folder = str(config.cache.mkdir("jax-compilation"))
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+    # Compiled programs stay from run to run (`pytest --cache-clear` empties it); in the environment as well, for the
+    # processes that tests start.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax-compilation")))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update(
+        "jax_persistent_cache_min_compile_time_secs", float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

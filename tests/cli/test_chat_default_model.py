@@ -1,5 +1,6 @@
 """`jaxserve chat` as a whole: the default model, a pipe, plain text."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 
 def test_a_question_through_a_pipe(default_model_dir: Path) -> None:
     questions = "What is the capital of France?\n/stats\nAnd of Spain?\n/exit\n"
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one CPU device, as a user has
     done = subprocess.run(
         [
             sys.executable,
@@ -20,6 +22,7 @@ def test_a_question_through_a_pipe(default_model_dir: Path) -> None:
             "--max-model-len",
             "256",
         ],
+        env=env,
         input=questions,
         capture_output=True,
         text=True,
