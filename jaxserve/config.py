@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "gpu"]
+LoadFormat = Literal["auto", "dummy"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class EngineConfig:
         dtype: of weights and KV cache; "auto": float32 on CPU, bfloat16 elsewhere.
         seed: of requests that bring no seed of their own, and of dummy weights; None: drawn at random.
         max_num_queued_requests: requests that may wait; one more is refused.
+        load_format: "auto": weights from the checkpoint; "dummy": seeded random weights of a named architecture, for
+            benchmarks.
     """
 
     max_model_len: int | None = None
@@ -131,6 +134,7 @@ class EngineConfig:
     device: Device = "auto"
     tensor_parallel_size: int = 1
     max_num_queued_requests: int = 1024
+    load_format: LoadFormat = "auto"
 
     def __post_init__(self) -> None:
         for name in (
@@ -154,6 +158,8 @@ class EngineConfig:
             raise ValueError(f"dtype={self.dtype!r} must be one of auto, float32, bfloat16, float16")
         if self.device not in ("auto", "cpu", "gpu"):
             raise ValueError(f"device={self.device!r} must be one of auto, cpu, gpu")
+        if self.load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format={self.load_format!r} must be auto or dummy")
         if self.max_num_queued_requests < 0:
             raise ValueError(f"max_num_queued_requests={self.max_num_queued_requests} must not be negative")
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from jaxserve.cli.bench import bench
 from jaxserve.cli.chat import chat
 from jaxserve.cli.models import convert, pull
 from jaxserve.cli.serve import serve
@@ -55,7 +56,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(options)
-    for command in (chat, serve, pull, convert, version):
+    for command in (chat, serve, bench, pull, convert, version):
         app.command()(command)
     return app
 

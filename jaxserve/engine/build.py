@@ -19,7 +19,7 @@ from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
 from jaxserve.models.kv_cache import kv_bytes_per_token
-from jaxserve.models.params import LlamaParams, param_specs
+from jaxserve.models.params import LlamaParams, init_params, param_specs
 from jaxserve.progress import Progress
 from jaxserve.sharding.mesh import make_mesh
 from jaxserve.sharding.placement import named_shardings
@@ -128,6 +128,16 @@ def build_engine(
     )
     client.start()
     return client
+
+
+def build_dummy_engine(model_config: ModelConfig, config: EngineConfig, progress: Progress) -> EngineClient:
+    """An engine with seeded random weights, made on the devices: for benchmarks."""
+    mesh = make_engine_mesh(config)
+    enable_compilation_cache()
+    with progress.task("making random weights", None, "arrays"):
+        shardings = named_shardings(param_specs(model_config), mesh)
+        params = init_params(model_config, config.seed or 0, resolve_dtype(config, mesh), shardings)
+    return build_engine(model_config, params, config, progress)
 
 
 def plan_limits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, dtype: jnp.dtype) -> SchedulerLimits:

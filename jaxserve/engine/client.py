@@ -182,6 +182,11 @@ class EngineClient:
             device_kind=self.device_kind,
         )
 
+    def busy_times(self) -> tuple[float, float]:
+        """Seconds in which there was work so far, and those of them in which the device waited for the host."""
+        loop = self._loop.stats
+        return loop.busy, loop.device_idle
+
     def _new_id(self) -> str:
         return f"request-{next(self._ids)}"
 

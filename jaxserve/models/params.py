@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -115,23 +116,26 @@ def param_specs(config: ModelConfig) -> LlamaParams:
     )
 
 
-def init_params(config: ModelConfig, seed: int, dtype: jnp.dtype) -> LlamaParams:
-    """Seeded random weights (norms ones, biases zeros), made on the default device.
+def init_params(config: ModelConfig, seed: int, dtype: jnp.dtype, shardings: Any = None) -> LlamaParams:
+    """Seeded random weights (norms ones, biases zeros), each made where it will live.
 
     Args:
         dtype: of every array but the norms, which are float32 as everywhere in the engine.
+        shardings: a `LlamaParams` of shardings; None: the default device.
     """
     specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    places = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
+    keys = jax.random.split(jax.random.key(seed), len(specs))
+    programs: dict[ParamSpec, Any] = {}  # one for each kind of array, not one for each array
+    arrays = []
+    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
+        if spec not in programs:
+            programs[spec] = jax.jit(partial(draw_param, spec, dtype), out_shardings=place)
+        arrays.append(programs[spec](keys[index]))
+    return jax.tree.unflatten(treedef, arrays)
 
-    @jax.jit
-    def draw_all() -> list[jax.Array]:
-        keys = jax.random.split(jax.random.key(seed), len(specs))
-        return [draw_param(spec, key, dtype) for spec, key in zip(specs, keys, strict=True)]
 
-    return jax.tree.unflatten(treedef, draw_all())
-
-
-def draw_param(spec: ParamSpec, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def draw_param(spec: ParamSpec, dtype: jnp.dtype, key: jax.Array) -> jax.Array:
     """One random array as its spec declares it; norms are float32 ones."""
     if spec.standard_deviation is None:
         return jnp.ones(spec.shape, jnp.float32)

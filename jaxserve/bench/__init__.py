@@ -1,0 +1,1 @@
+"""Measuring an engine: workloads, clients in process and over HTTP, figures beside their floor."""

@@ -1,0 +1,74 @@
+"""`jaxserve bench`: time per token, time to first token and throughput, beside the floor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxserve.cli.progress import progress_on
+from jaxserve.config import DType, EngineConfig
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="Architecture with random weights (llama-3-8b), or a JSON file.")],
+    concurrency: Annotated[str, typer.Option(help="Requests held in flight: a list such as 1,8,64.")] = "1,4,8,16,30,64",
+    workload: Annotated[str, typer.Option(help="sharegpt-like, or fixed:PROMPT/OUTPUT.")] = "sharegpt-like",
+    num_requests: Annotated[int | None, typer.Option(help="Measured requests; default max(8, 3N).")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step at most.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of device memory to use.")] = 0.9,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    output: Annotated[Path | None, typer.Option(help="JSON file for every figure.")] = None,
+) -> None:
+    """Measures an engine in this process with random weights: closed loop, greedy, end-of-text ignored."""
+    from jaxserve.bench.records import Summary, format_table
+    from jaxserve.bench.run import BenchOptions, run_in_process, write_results
+    from jaxserve.engine.build import build_dummy_engine
+    from jaxserve.models.presets import preset_config
+
+    options = BenchOptions(
+        workload=workload,
+        concurrency=_parse_list(concurrency),
+        num_requests=num_requests,
+        temperature=temperature,
+    )
+    config = EngineConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        gpu_memory_utilization=gpu_memory_utilization,
+        tensor_parallel_size=tensor_parallel_size,
+        dtype=_as_dtype(dtype),
+        load_format="dummy",
+    )
+    engine = build_dummy_engine(preset_config(model), config, progress_on())
+
+    def show(summary: Summary) -> None:
+        typer.echo(f"  {summary.load}: TPOT {summary.tpot_ms['mean']:.2f} ms", err=True)
+
+    try:
+        summaries, records = run_in_process(engine, options, show)
+    finally:
+        engine.shutdown()
+    typer.echo(f"{model}, {engine.device_kind}, times in ms")
+    typer.echo(format_table(summaries))
+    if output is not None:
+        write_results(output, engine, model, summaries, records)
+
+
+def _parse_list(text: str) -> tuple[int, ...]:
+    values = tuple(int(part) for part in text.split(",") if part.strip().isdecimal())
+    if not values or min(values) < 1 or len(values) != len(text.split(",")):
+        raise ValueError(f"--concurrency {text!r} must be whole numbers from 1, such as 1,8,64")
+    return values
+
+
+def _as_dtype(text: str) -> DType:
+    if text not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype {text!r} must be auto, float32, bfloat16 or float16")
+    return text

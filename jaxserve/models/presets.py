@@ -1,0 +1,62 @@
+"""Architectures by name, for benchmarks with random weights (`--load-format dummy`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from jaxserve.config import ModelConfig, RopeScaling
+
+
+def preset_config(name: str) -> ModelConfig:
+    """The architecture of a well-known model, or of a JSON file with `ModelConfig`'s fields.
+
+    Raises:
+        ValueError: unknown name, or a file that does not describe a model.
+    """
+    presets = {
+        "llama-3-8b": ModelConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            max_position_embeddings=8192,
+            rope_theta=500000.0,
+        ),
+        "llama-3-70b": ModelConfig(
+            vocab_size=128256,
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_layers=80,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=128,
+            max_position_embeddings=8192,
+            rope_theta=500000.0,
+        ),
+        "llama-3.2-1b": ModelConfig(
+            vocab_size=128256,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_layers=16,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=64,
+            max_position_embeddings=131072,
+            rope_theta=500000.0,
+            rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
+            tie_word_embeddings=True,
+        ),
+    }
+    if name in presets:
+        return presets[name]
+    path = Path(name)
+    if path.suffix == ".json" and path.is_file():
+        try:
+            return ModelConfig.from_json(json.loads(path.read_text()))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{name} does not describe a model: {error}") from error
+    raise ValueError(f"no architecture is called {name!r}: use one of {sorted(presets)}, or a JSON file")
