@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 # They speak at INFO of what only their own developers need.
 CHATTY_LIBRARIES = ("absl", "asyncio", "etils", "filelock", "httpcore", "httpx", "jax", "orbax")
 
 
-def configure_logging(verbose: int) -> None:
+def configure_logging(verbose: int, *, shown: Sequence[str] = ()) -> None:
     """Call it before jax is imported: XLA reads its log level then.
 
     Args:
         verbose: 0: warnings; 1: what jaxserve does as well; 2 and more: everything, libraries included.
+        shown: loggers whose INFO is meant for every user of the command.
     """
     level = {0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
     pattern = (
@@ -23,5 +25,7 @@ def configure_logging(verbose: int) -> None:
     logging.basicConfig(level=level, format=pattern, stream=sys.stderr, force=True)
     for name in CHATTY_LIBRARIES:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose >= 2 else logging.WARNING)
+    for name in shown:
+        logging.getLogger(name).setLevel(min(level, logging.INFO))
     if verbose < 2:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA: errors only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
@@ -69,7 +70,7 @@ def serve(
     verbose: Verbose = 0,
 ) -> None:  # fmt: skip
     """Serve MODEL over HTTP, the way OpenAI's API does."""
-    configure_logging(verbose)
+    configure_logging(verbose, shown=("jaxserve.server",))  # where it listens, when it is ready, how it ends
     with reported_errors(verbose):
         engine_config = EngineConfig(
             max_model_len=max_model_len,

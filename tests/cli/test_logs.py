@@ -1,0 +1,28 @@
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import logging, sys
+from jaxserve.cli.logs import configure_logging
+configure_logging(int(sys.argv[1]), shown=("jaxserve.server",))
+logging.getLogger("jaxserve.engine").info("engine info")
+logging.getLogger("jaxserve.engine").warning("engine warning")
+logging.getLogger("jaxserve.server.lifecycle").info("server info")
+logging.getLogger("httpx").info("library info")
+"""
+
+
+@pytest.mark.parametrize(
+    ("verbose", "expected"),
+    [
+        (0, ["engine warning", "server info"]),
+        (1, ["engine info", "engine warning", "server info"]),
+        (2, ["engine info", "engine warning", "server info", "library info"]),
+    ],
+)
+def test_what_is_logged(verbose: int, expected: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(verbose)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == ""
+    assert [line.split(": ", 1 if verbose else 2)[-1] for line in done.stderr.splitlines()] == expected
