@@ -1,8 +1,8 @@
 """Server-sent events, and noticing that a client has gone away.
 
 Starlette's response classes would do for the bytes. This does two things more: nothing is sent before the first chunk
-is there, so that a failure until then is an HTTP error and not an event; and a plain handler is watched for disconnects,
-like a stream.
+is there, so that a failure until then is an HTTP error and not an event; and a plain handler is watched for
+disconnects, like a stream.
 """
 
 from __future__ import annotations

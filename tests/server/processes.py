@@ -55,9 +55,15 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(arguments: list[str], log: Path) -> Iterator[ServerProcess]:
-    """Runs `python ARGUMENTS` from the checkout; it is killed at the end if it still runs."""
+def server_process(arguments: list[str], log: Path, home: Path | None = None) -> Iterator[ServerProcess]:
+    """Runs `python ARGUMENTS` from the checkout; it is killed at the end if it still runs.
+
+    Args:
+        home: its model cache; None: the user's.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    if home is not None:
+        environment["JAXSERVE_HOME"] = str(home)
     with log.open("wb") as output:
         process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stderr=output)
     try:
