@@ -1,4 +1,4 @@
-"""The `openai` package drives a real server process: a tiny random model, the whole path from HTTP to the device and back."""
+"""The `openai` package drives a real server process with a tiny random model: the whole path, HTTP to device and back."""
 
 import asyncio
 from collections.abc import Iterator
@@ -159,7 +159,8 @@ def test_top_k_off_is_not_top_k_one(client: openai.OpenAI) -> None:
     ("fields", "param"),
     [
         ({"max_tokens": 0}, "max_tokens"), ({"temperature": 3.0}, "temperature"), ({"stop": ""}, "stop"),
-        ({"extra_body": {"max_token": 5}}, "max_token"), ({"extra_body": {"stop_token_ids": [259]}}, "stop_token_ids[0]"),
+        ({"extra_body": {"max_token": 5}}, "max_token"),
+        ({"extra_body": {"stop_token_ids": [259]}}, "stop_token_ids[0]"),
         ({"logprobs": True}, "logprobs"), ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"seed": 2**64}, "seed"), ({"n": 0, "stream": True}, "n"),
     ],
