@@ -22,6 +22,7 @@ from jaxserve.checkpoint.manifest import (
     TOKENIZER_FOLDER,
     WEIGHTS_FOLDER,
     Manifest,
+    file_sizes,
     is_converted,
     sha256_of_file,
     write_manifest,
@@ -161,7 +162,8 @@ def _write(model: OpenModel, folder: Path, dtype: str, name: str, progress: Prog
     else:
         write_tokenizer(model.tokenizer, folder / TOKENIZER_FOLDER)
     versions = {package: importlib.metadata.version(package) for package in _PACKAGES if _is_installed(package)}
-    write_manifest(Manifest(name, model.assembler.config, dtype, model.source, hashes, versions), folder)
+    config, files = model.assembler.config, file_sizes(folder)
+    write_manifest(Manifest(name, config, dtype, model.source, hashes, versions, files), folder)
 
 
 def _written_bytes(model: OpenModel) -> int:

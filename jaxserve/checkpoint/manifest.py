@@ -31,6 +31,7 @@ class Manifest:
         source: format of what it was made from: "huggingface" or "gguf".
         source_files: name and SHA-256 of each file it was made from.
         versions: of the packages that made it.
+        files: path (within the folder) and size in bytes of every file beside the manifest.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Manifest:
     source: str
     source_files: dict[str, str]
     versions: dict[str, str]
+    files: dict[str, int]
     format_version: int = FORMAT_VERSION
 
 
@@ -64,6 +66,21 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(**{**data, "model_config": ModelConfig.from_json(data["model_config"])})
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): convert the model again") from error
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Path within the folder and size in bytes of each file, but for the manifest."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError if a file is missing or has another size than when it was written."""
+    found = file_sizes(folder)
+    for name, size in manifest.files.items():
+        if found.get(name) != size:
+            state = f"has {found[name]} bytes instead of {size}" if name in found else "is missing"
+            raise CheckpointError(f"{folder} is damaged: {name} {state}; remove the folder and convert the model again")
 
 
 def sha256_of_file(path: Path, advance: Callable[[int], None] = lambda amount: None) -> str:

@@ -53,6 +53,7 @@ def restore_weights(
 
     Raises:
         CheckpointError: if a file is missing or damaged, or the arrays do not fit the config.
+        ValueError: if a sharding does not divide its array.
     """
     specs = param_specs(config)
     if shardings is None:
@@ -60,6 +61,7 @@ def restore_weights(
         shardings = jax.tree.map(lambda _: device, specs, is_leaf=_is_spec)
 
     def target(spec: ParamSpec, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        sharding.shard_shape(spec.shape)  # raises ValueError if it does not divide the array
         is_norm = spec.standard_deviation is None
         return jax.ShapeDtypeStruct(spec.shape, jnp.float32 if is_norm else dtype, sharding=sharding)
 

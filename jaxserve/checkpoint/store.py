@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from jaxserve.checkpoint.cache import cached_model, fingerprint_of
 from jaxserve.checkpoint.convert import DTYPES, convert
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, WEIGHTS_FOLDER, is_converted, read_manifest
+from jaxserve.checkpoint.manifest import (
+    TOKENIZER_FOLDER,
+    WEIGHTS_FOLDER,
+    check_files,
+    is_converted,
+    read_manifest,
+)
 from jaxserve.checkpoint.orbax_weights import count_bytes, restore_weights
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, ParamSpec, param_specs
@@ -48,11 +54,13 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: if there is no model, or it is damaged.
+        ValueError: if a sharding does not divide its array.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"{dtype=} must be one of {', '.join(DTYPES)}")
     folder = converted_folder(Path(path), progress)
     manifest = read_manifest(folder)
+    check_files(folder, manifest)
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     target = jnp.dtype(dtype)

@@ -1,0 +1,140 @@
+"""GGUF files: the same weights as from Hugging Face, whatever the number of heads; quantized blocks; damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import gguf.quants
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.convert import convert, open_model
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.manifest import read_manifest
+from jaxserve.models.params import LlamaParams
+from jaxserve.progress import NoProgress
+from tests.checkpoint.files import converted, write_gguf
+from tests.tiny_model import TINY_CONFIG, random_weights, write_tiny_llama
+
+DOWN0 = "model.layers.0.mlp.down_proj.weight"
+Type = gguf.GGMLQuantizationType
+
+
+def weights(**overrides: Any) -> dict[str, np.ndarray]:
+    return random_weights({**TINY_CONFIG, **overrides}, 0)
+
+
+def assert_equal_params(left: LlamaParams, right: LlamaParams) -> None:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), left, right)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"num_attention_heads": 4, "num_key_value_heads": 2},
+        {"num_attention_heads": 4, "num_key_value_heads": 4},
+        {"num_attention_heads": 4, "num_key_value_heads": 1},
+        {"head_dim": 32},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ],
+    ids=["4/2", "4/4", "4/1", "head size", "biases and head"],
+)
+def test_same_weights_as_from_hugging_face(tmp_path: Path, shape: dict[str, Any]) -> None:
+    direct = converted(write_tiny_llama(tmp_path / "huggingface", **shape), tmp_path / "direct")
+    path = write_gguf(tmp_path / "model.gguf", weights(**shape), **shape)
+    assert_equal_params(converted(path, tmp_path / "through-gguf"), direct)
+    ours, theirs = (read_manifest(tmp_path / name).model_config for name in ("through-gguf", "direct"))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1])
+def test_quantized_blocks(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
+    tensors = weights()
+    original = tensors[DOWN0]
+    tensors[DOWN0] = gguf.quants.quantize(original, kind)
+    path = write_gguf(tmp_path / "model.gguf", tensors, types={DOWN0: kind})
+    read = np.asarray(converted(path, tmp_path / "converted").layers[0].w_down).T
+    step = np.abs(original).max() / (100 if kind is Type.Q8_0 else 7)
+    assert 0 < np.abs(read - original).max() <= step
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K])
+def test_blocks_of_256_values(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
+    """Random quants under scales of one half: finite, and not all alike."""
+    block_size, type_size = gguf.GGML_QUANT_SIZES[kind]
+    shape = {"intermediate_size": block_size}
+    blocks = np.random.default_rng(0).integers(0, 256, (64, type_size), np.uint8)
+    scale_at = (-2,) if kind is Type.Q6_K else (0, 2)
+    for start in scale_at:
+        end = None if start == -2 else start + 2
+        blocks[:, start:end] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
+    path = write_gguf(tmp_path / "model.gguf", {**weights(**shape), DOWN0: blocks}, types={DOWN0: kind}, **shape)
+    read = np.asarray(converted(path, tmp_path / "converted").layers[0].w_down)
+    assert read.shape == (256, 64)
+    assert np.isfinite(read).all()
+    assert len(np.unique(read)) > 16
+
+
+def test_quantized_rows_of_q_are_put_back_in_order(tmp_path: Path) -> None:
+    """Quantizing goes by rows, so order and quantization may be undone one after the other."""
+    tensors = weights()
+    key = "model.layers.0.self_attn.q_proj.weight"
+    exact = gguf.quants.dequantize(gguf.quants.quantize(tensors[key], Type.Q8_0), Type.Q8_0)
+    direct = write_gguf(tmp_path / "direct.gguf", {**tensors, key: exact})
+    packed = {**tensors, key: gguf.quants.quantize(tensors[key], Type.Q8_0)}
+    quantized = write_gguf(tmp_path / "quantized.gguf", packed, types={key: Type.Q8_0})
+    assert_equal_params(converted(quantized, tmp_path / "a"), converted(direct, tmp_path / "b"))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Type.BF16, ml_dtypes.bfloat16), (Type.F16, np.float16)])
+def test_half_floats_keep_their_bits(tmp_path: Path, kind: gguf.GGMLQuantizationType, dtype: Any) -> None:
+    tensors = weights()
+    values = tensors[DOWN0].astype(dtype)
+    values[0, :6] = np.array([1.5, -2.0, -0.0, 6e-8, 65000.0, np.nan], dtype)
+    stored = values.view(np.uint8) if kind is Type.BF16 else values
+    path = write_gguf(tmp_path / "model.gguf", {**tensors, DOWN0: stored}, types={DOWN0: kind})
+    with open_model(path) as model:
+        read = model.assembler.params(lambda amount: None).layers[0].w_down
+    assert read.dtype == dtype
+    np.testing.assert_array_equal(read.view(np.uint16), values.T.copy().view(np.uint16))
+
+
+def test_unsupported_type_is_named(tmp_path: Path) -> None:
+    tensors = {**weights(), DOWN0: np.zeros((64, 128), np.int8)}
+    path = write_gguf(tmp_path / "model.gguf", tensors)
+    with pytest.raises(CheckpointError, match=r"ffn_down.*I8.*Q4_1"):
+        convert(path, tmp_path / "converted", progress=NoProgress())
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 5_000, -1], ids=["empty", "magic", "header", "names", "last byte"])
+def test_short_file(tmp_path: Path, keep: int) -> None:
+    path = write_gguf(tmp_path / "model.gguf", weights())
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.gguf.*fetch the file again") as caught:
+        convert(path, tmp_path / "converted", progress=NoProgress())
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "converted").exists()
+
+
+def test_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04" + b"x" * 1000)
+    with pytest.raises(CheckpointError, match="no GGUF file"):
+        convert(tmp_path / "model.gguf", tmp_path / "converted", progress=NoProgress())
+
+
+def test_missing_tensor_is_named(tmp_path: Path) -> None:
+    tensors = weights()
+    del tensors[DOWN0]
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_down\.weight.*missing"):
+        convert(write_gguf(tmp_path / "model.gguf", tensors), tmp_path / "converted", progress=NoProgress())
+
+
+def test_heads_that_differ_by_layer_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", weights(), metadata={"llama.attention.head_count": [4, 2]})
+    with pytest.raises(CheckpointError, match="head_count"):
+        convert(path, tmp_path / "converted", progress=NoProgress())
