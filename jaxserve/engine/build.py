@@ -110,6 +110,7 @@ def build_engine(
         ),
         cache_dtype=dtype,
         layerwise=_platform(mesh) == "cpu",
+        program_folder=program_folder(),
     )
     runner.warm_up(progress)
     client = EngineClient(
@@ -196,12 +197,16 @@ def free_cache_bytes(
     return int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"] - work_space
 
 
+def program_folder() -> Path:
+    """Where compiled programs are kept between starts."""
+    return Path(os.environ.get("JAXSERVE_HOME") or "~/.cache/jaxserve").expanduser() / "compiled"
+
+
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs on disk between starts, unless the user has configured jax's cache already."""
+    """Lets jax keep what it compiles outside the engine's own programs, unless the user has configured that already."""
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    home = os.environ.get("JAXSERVE_HOME") or "~/.cache/jaxserve"
-    folder = Path(home).expanduser() / "compiled"
+    folder = program_folder() / "jax"
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -6,6 +6,7 @@ layer anew for every bucket would keep the first user waiting for minutes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxserve.engine.decode_state import DecodeState
 from jaxserve.engine.device_batch import Bucket, packed_size
+from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.programs import ForwardResult, ProgramFactory, without_layers
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.params import LlamaParams
@@ -58,42 +60,55 @@ class LayerwiseForward:
         return ForwardResult(cache=cache, state=state, logits=self._end(outer, x, inputs), slots=inputs.slots)
 
 
-def compile_whole(
-    factory: ProgramFactory,
-    bucket: Bucket,
-    num_logits: int,
-    params: LlamaParams,
-    cache: KVCache,
-    state: DecodeState,
-) -> WholeForward:
-    """Compiles one bucket's pass as one program; the arrays give shapes and placement only."""
-    function = jax.jit(factory.forward(bucket, num_logits), donate_argnums=(1, 2))
-    return WholeForward(function.lower(params, cache, state, _packed(factory, bucket)).compile())
+@dataclass(frozen=True)
+class ForwardCompiler:
+    """Compiles forward passes; the arrays give shapes and placement only."""
 
+    factory: ProgramFactory
+    programs: ExecutableCache
+    params: LlamaParams
+    cache: KVCache
+    state: DecodeState
 
-def compile_layerwise(
-    factory: ProgramFactory,
-    bucket: Bucket,
-    num_logits: int,
-    params: LlamaParams,
-    cache: KVCache,
-    state: DecodeState,
-) -> LayerwiseForward:
-    """Compiles one bucket's begin, layer and end; the arrays give shapes and placement only."""
-    outer = without_layers(params)
-    packed = _packed(factory, bucket)
-    whole = replicated(factory.mesh)
-    begin = jax.jit(factory.begin(bucket, num_logits), donate_argnums=(1,)).lower(outer, state, packed).compile()
-    _, x, inputs = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
-        jax.eval_shape(factory.begin(bucket, num_logits), outer, state, packed),
-    )
-    indices = tuple(jax.device_put(jnp.int32(index), whole) for index in range(len(params.layers)))
-    layer = jax.jit(factory.layer(), donate_argnums=(2, 3)).lower(params.layers[0], indices[0], x, cache, inputs)
-    end = jax.jit(factory.end()).lower(outer, x, inputs)
-    return LayerwiseForward(begin, layer.compile(), end.compile(), indices)
+    def whole(self, bucket: Bucket, num_logits: int) -> WholeForward:
+        """One bucket's pass as one program."""
+        function = jax.jit(self.factory.forward(bucket, num_logits), donate_argnums=(1, 2))
+        packed = self._packed(bucket)
+        return WholeForward(
+            self.programs.load_or_compile(
+                f"forward {bucket} {num_logits}",
+                lambda: function.lower(self.params, self.cache, self.state, packed),
+            )
+        )
 
+    def layerwise(self, bucket: Bucket, num_logits: int) -> LayerwiseForward:
+        """One bucket's begin, layer and end."""
+        outer, packed, name = without_layers(self.params), self._packed(bucket), f"{bucket} {num_logits}"
+        placed = replicated(self.factory.mesh)
+        indices = tuple(jax.device_put(jnp.int32(index), placed) for index in range(len(self.params.layers)))
+        begin = jax.jit(self.factory.begin(bucket, num_logits), donate_argnums=(1,))
+        layer = jax.jit(self.factory.layer(), donate_argnums=(2, 3))
+        end = jax.jit(self.factory.end())
 
-def _packed(factory: ProgramFactory, bucket: Bucket) -> jax.ShapeDtypeStruct:
-    size = packed_size(bucket, factory.sizes)
-    return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated(factory.mesh))
+        def between() -> tuple[Any, Any]:
+            """Hidden states and inputs as `begin` gives them."""
+            _, x, inputs = jax.eval_shape(begin, outer, self.state, packed)
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), (x, inputs)
+            )
+
+        def lower_layer() -> jax.stages.Lowered:
+            x, inputs = between()
+            return layer.lower(self.params.layers[0], indices[0], x, self.cache, inputs)
+
+        load = self.programs.load_or_compile
+        return LayerwiseForward(
+            begin=load(f"begin {name}", lambda: begin.lower(outer, self.state, packed)),
+            layer=load(f"layer {name}", lower_layer),
+            end=load(f"end {name}", lambda: end.lower(outer, *between())),
+            layer_indices=indices,
+        )
+
+    def _packed(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
+        size = packed_size(bucket, self.factory.sizes)
+        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated(self.factory.mesh))

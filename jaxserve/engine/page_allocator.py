@@ -33,9 +33,11 @@ class PageAllocator:
         """Gives pages back.
 
         Raises:
-            ValueError: if a page is free already: two sequences would come to share it.
+            ValueError: if a page is free already (two sequences would come to share it) or does not exist.
         """
         for page in pages:
+            if not 0 <= page < self.num_pages:
+                raise ValueError(f"page {page} does not exist: there are {self.num_pages}")
             if self._is_free[page]:
                 raise ValueError(f"page {page} is free already")
             self._is_free[page] = 1

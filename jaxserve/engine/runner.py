@@ -7,6 +7,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -18,7 +19,8 @@ from jaxserve.config import ModelConfig
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.decode_state import DecodeState, empty_state
 from jaxserve.engine.device_batch import Bucket, Sizes, pack
-from jaxserve.engine.executors import ForwardExecutor, compile_layerwise, compile_whole
+from jaxserve.engine.executable_cache import ExecutableCache
+from jaxserve.engine.executors import ForwardCompiler, ForwardExecutor
 from jaxserve.engine.programs import ProgramFactory
 from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
@@ -65,6 +67,7 @@ class ModelRunner:
 
     Args:
         layerwise: run the forward pass layer by layer (see `jaxserve.engine.executors`).
+        program_folder: where compiled programs are kept between starts; None: nowhere.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class ModelRunner:
         buckets: Buckets,
         cache_dtype: jnp.dtype,
         layerwise: bool,
+        program_folder: Path | None = None,
     ) -> None:
         self._params = params
         self._sizes = sizes
@@ -84,6 +88,10 @@ class ModelRunner:
         self._layerwise = layerwise
         self._replicated = replicated(mesh)
         self._factory = ProgramFactory(config, sizes, mesh)
+        dtype = params.final_norm.dtype, params.embedding.dtype, cache_dtype
+        self._programs = ExecutableCache(
+            program_folder, mesh.devices.flat[0], f"{config} {sizes} {dict(mesh.shape)} {dtype}"
+        )
         self._vocab_size = config.vocab_size
         self._cache = _zero_cache(config, sizes, mesh, cache_dtype)
         self._state: DecodeState = jax.device_put(empty_state(sizes), self._replicated)
@@ -106,6 +114,7 @@ class ModelRunner:
                 else:
                     self._sample[sample[future]] = future.result()
                 advance(1)
+        self._programs.remove_unused()
 
     def launch_forward(self, batch: ScheduledBatch) -> PendingLogits:
         """Starts a step's forward pass and returns at once."""
@@ -137,18 +146,20 @@ class ModelRunner:
 
     def _compile_forward(self, bucket: Bucket) -> ForwardExecutor:
         started = time.perf_counter()
-        make = compile_layerwise if self._layerwise else compile_whole
-        num_logits = self._buckets.sample_rows_for(bucket)
-        executor = make(self._factory, bucket, num_logits, self._params, self._cache, self._state)
-        logger.info("compiled forward, %s: %.1f s", bucket, time.perf_counter() - started)
+        compiler = ForwardCompiler(self._factory, self._programs, self._params, self._cache, self._state)
+        compile_one = compiler.layerwise if self._layerwise else compiler.whole
+        executor = compile_one(bucket, self._buckets.sample_rows_for(bucket))
+        logger.info("forward, %s: ready after %.1f s", bucket, time.perf_counter() - started)
         return executor
 
     def _compile_sample(self, rows: int, mode: SamplingMode) -> Any:
         started = time.perf_counter()
         function = jax.jit(self._factory.sample(mode), donate_argnums=(0,))
         logits, slots = self._like((rows, self._vocab_size), jnp.float32), self._like((rows,), jnp.int32)
-        compiled = function.lower(self._state, logits, slots).compile()
-        logger.info("compiled sampling, %s, %d rows: %.1f s", mode, rows, time.perf_counter() - started)
+        compiled = self._programs.load_or_compile(
+            f"sample {mode} {rows}", lambda: function.lower(self._state, logits, slots)
+        )
+        logger.info("sampling, %s, %d rows: ready after %.1f s", mode, rows, time.perf_counter() - started)
         return compiled
 
     def _like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

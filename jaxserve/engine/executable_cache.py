@@ -1,0 +1,121 @@
+"""Compiled programs on disk, so that a second start neither traces nor compiles.
+
+JAX's own compilation cache saves the compiling but not the tracing, which for a deep model and a dozen batch shapes takes
+longer than loading what came out of it. A file here is used only by the same source, versions, device and sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+logger = logging.getLogger(__name__)
+
+_UNUSED_SECONDS = 30 * 24 * 3600.0
+_SOURCE_FOLDERS = ("engine", "kernels", "models", "sharding")
+
+
+class ExecutableCache:
+    """Serialized programs in a folder that belongs to the user: like any program of theirs, its files are trusted.
+
+    Args:
+        folder: None: nothing is kept.
+        context: whatever decides what the programs are, apart from source, versions, device and flags.
+    """
+
+    def __init__(self, folder: Path | None, device: jax.Device, context: str) -> None:
+        self._folder = folder
+        self._context = "\n".join(
+            [
+                context,
+                jax.__version__,
+                jax.lib.__version__,
+                device.device_kind,
+                device.client.platform_version,
+                os.environ.get("XLA_FLAGS", ""),
+                _processor() if device.platform == "cpu" else "",
+                _source_digest(),
+            ]
+        )
+
+    def load_or_compile(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
+        """The compiled program called `name`: from disk, or traced and compiled now and kept."""
+        path = self._path(name)
+        if path is not None:
+            loaded = _load(path)
+            if loaded is not None:
+                return loaded
+        compiled = lower().compile()
+        if path is not None:
+            _store(path, compiled)
+        return compiled
+
+    def remove_unused(self) -> None:
+        """Deletes programs that no start has used for a month: of older source, versions, sizes."""
+        if self._folder is None or not self._folder.is_dir():
+            return
+        oldest = time.time() - _UNUSED_SECONDS
+        for path in self._folder.glob("*.executable"):
+            if path.stat().st_mtime < oldest:
+                path.unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path | None:
+        if self._folder is None:
+            return None
+        digest = hashlib.sha256(f"{self._context}\n{name}".encode()).hexdigest()
+        return self._folder / f"{digest}.executable"
+
+
+def _load(path: Path) -> Any:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        os.utime(path)
+        return serialize_executable.deserialize_and_load(*pickle.loads(data))
+    except Exception as error:  # a cut file, or one that this build of XLA does not take: it is only a cache
+        logger.warning("the compiled program in %s cannot be used and is made anew: %s", path, error)
+        return None
+
+
+def _store(path: Path, compiled: Any) -> None:
+    try:
+        data = pickle.dumps(serialize_executable.serialize(compiled))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)
+    except (OSError, ValueError, NotImplementedError, pickle.PicklingError, jax.errors.JaxRuntimeError) as error:
+        logger.warning("a compiled program could not be kept in %s; the next start compiles it again: %s", path, error)
+
+
+def _source_digest() -> str:
+    """Changes whenever a line of what is compiled may have changed."""
+    package = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for folder in _SOURCE_FOLDERS:
+        for path in sorted((package / folder).glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _processor() -> str:
+    """What instructions a program for this CPU may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return "\n".join(sorted(wanted))
