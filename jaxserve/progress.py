@@ -10,9 +10,7 @@ from typing import Protocol
 class Progress(Protocol):
     """Shows tasks; `task` yields a function that is called with the amount done since its last call."""
 
-    def task(
-        self, description: str, total: int | None, unit: str
-    ) -> AbstractContextManager[Callable[[int], None]]: ...
+    def task(self, description: str, total: int | None, unit: str) -> AbstractContextManager[Callable[[int], None]]: ...
 
 
 class NoProgress:

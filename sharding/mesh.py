@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 TENSOR_AXIS = "tp"
 
 
-def make_mesh(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Mesh:
+def make_mesh(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
     """A one-axis mesh (`tp`) over the first `tensor_parallel_size` devices.
 
     Raises:

@@ -15,9 +15,7 @@ MEASURED_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.09e12}
 def weight_bytes_per_step(config: ModelConfig, dtype: jnp.dtype) -> int:
     """Bytes of weights that a step reads: all but an embedding table that is not the head as well."""
     specs = param_specs(config)
-    elements = sum(
-        spec.size for layer in specs.layers for spec in vars(layer).values() if isinstance(spec, ParamSpec)
-    )
+    elements = sum(spec.size for layer in specs.layers for spec in vars(layer).values() if isinstance(spec, ParamSpec))
     elements += (specs.embedding if specs.lm_head is None else specs.lm_head).size
     return elements * jnp.dtype(dtype).itemsize
 

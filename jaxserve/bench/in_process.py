@@ -81,9 +81,7 @@ class ClosedLoop:
             index, self._num_started = self._num_started, self._num_started + 1
             lengths = next(self._lengths)
             prompt = random_prompt(self._random, lengths.prompt, self._engine.model_config.vocab_size)
-        sampling = SamplingParams(
-            max_tokens=lengths.output, temperature=self._temperature, seed=index, ignore_eos=True
-        )
+        sampling = SamplingParams(max_tokens=lengths.output, temperature=self._temperature, seed=index, ignore_eos=True)
         submitted = time.perf_counter()
         first = 0.0
         count = 0

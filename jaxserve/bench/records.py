@@ -83,7 +83,20 @@ def _statistics(seconds: list[float]) -> dict[str, float]:
 
 def format_table(summaries: list[Summary]) -> str:
     """The figures as a table of plain text."""
-    head = ("load", "requests", "TPOT mean", "p50", "p90", "p99", "floor", "MBU", "TTFT mean", "p90", "tok/s", "host gap")
+    head = (
+        "load",
+        "requests",
+        "TPOT mean",
+        "p50",
+        "p90",
+        "p99",
+        "floor",
+        "MBU",
+        "TTFT mean",
+        "p90",
+        "tok/s",
+        "host gap",
+    )
     rows = [head]
     for summary in summaries:
         tpot, ttft, mbu = summary.tpot_ms, summary.ttft_ms, summary.bandwidth_utilization

@@ -7,13 +7,18 @@ from typing import Annotated
 
 import typer
 
+from jaxserve.cli.errors import reported_errors
+from jaxserve.cli.logs import configure_logging
+from jaxserve.cli.options import DTypeName, Verbose
 from jaxserve.cli.progress import progress_on
-from jaxserve.config import DType, EngineConfig
+from jaxserve.config import EngineConfig
 
 
 def bench(
     model: Annotated[str, typer.Argument(help="Architecture with random weights (llama-3-8b), or a JSON file.")],
-    concurrency: Annotated[str, typer.Option(help="Requests held in flight: a list such as 1,8,64.")] = "1,4,8,16,30,64",
+    concurrency: Annotated[
+        str, typer.Option(help="Requests held in flight: a list such as 1,8,64.")
+    ] = "1,4,8,16,30,64",
     workload: Annotated[str, typer.Option(help="sharegpt-like, or fixed:PROMPT/OUTPUT.")] = "sharegpt-like",
     num_requests: Annotated[int | None, typer.Option(help="Measured requests; default max(8, 3N).")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -22,29 +27,42 @@ def bench(
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of device memory to use.")] = 0.9,
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    dtype: DTypeName = "auto",
     output: Annotated[Path | None, typer.Option(help="JSON file for every figure.")] = None,
+    verbose: Verbose = 0,
 ) -> None:
     """Measures an engine in this process with random weights: closed loop, greedy, end-of-text ignored."""
+    configure_logging(verbose)
+    with reported_errors(verbose):
+        config = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            load_format="dummy",
+        )
+        _measure(model, config, workload, _parse_list(concurrency), num_requests, temperature, output)
+
+
+def _measure(
+    model: str,
+    config: EngineConfig,
+    workload: str,
+    concurrency: tuple[int, ...],
+    num_requests: int | None,
+    temperature: float,
+    output: Path | None,
+) -> None:
+    # Here and not at the top: they bring jax, which --help need not wait for.
     from jaxserve.bench.records import Summary, format_table
     from jaxserve.bench.run import BenchOptions, run_in_process, write_results
     from jaxserve.engine.build import build_dummy_engine
     from jaxserve.models.presets import preset_config
 
     options = BenchOptions(
-        workload=workload,
-        concurrency=_parse_list(concurrency),
-        num_requests=num_requests,
-        temperature=temperature,
-    )
-    config = EngineConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        gpu_memory_utilization=gpu_memory_utilization,
-        tensor_parallel_size=tensor_parallel_size,
-        dtype=_as_dtype(dtype),
-        load_format="dummy",
+        workload=workload, concurrency=concurrency, num_requests=num_requests, temperature=temperature
     )
     engine = build_dummy_engine(preset_config(model), config, progress_on())
 
@@ -66,9 +84,3 @@ def _parse_list(text: str) -> tuple[int, ...]:
     if not values or min(values) < 1 or len(values) != len(text.split(",")):
         raise ValueError(f"--concurrency {text!r} must be whole numbers from 1, such as 1,8,64")
     return values
-
-
-def _as_dtype(text: str) -> DType:
-    if text not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype {text!r} must be auto, float32, bfloat16 or float16")
-    return text

@@ -75,7 +75,9 @@ def make_buckets(
         mixed_decode_rows=(0,) if max_num_seqs == 1 else (0, max_num_seqs - 1),  # one slot at least prefills
         prefill_tokens=_growing(smallest_prefill, max_num_batched_tokens, 4 if few_programs else 2),
         prefill_rows=max_prefill_rows,
-        sample_rows=tuple(sorted({1, most_rows})) if few_programs else tuple(sorted({*decode_rows, max_prefill_rows, most_rows})),
+        sample_rows=tuple(sorted({1, most_rows}))
+        if few_programs
+        else tuple(sorted({*decode_rows, max_prefill_rows, most_rows})),
     )
 
 

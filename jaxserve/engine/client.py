@@ -221,7 +221,9 @@ class EngineClient:
         for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", sampling.stop_token_ids)):
             wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
             if wrong is not None:
-                raise RequestError(f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}", parameter=name)
+                raise RequestError(
+                    f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}", parameter=name
+                )
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt_token_ids)} tokens, which leaves no room for an answer in the context of "

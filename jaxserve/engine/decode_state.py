@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int32, UInt32
@@ -15,15 +17,15 @@ from jaxserve.models.sampling import SamplingArrays
 class DecodeState:
     """One row for each slot; donated to every step."""
 
-    last_tokens: Int32[Array, "slots"]  # sampled last, input of the next decode step
-    kv_lens: Int32[Array, "slots"]  # tokens whose keys and values are in the cache
-    output_counts: Int32[Array, "slots"]  # output tokens drawn so far: the random counter
+    last_tokens: Int32[Array, " slots"]  # sampled last, input of the next decode step
+    kv_lens: Int32[Array, " slots"]  # tokens whose keys and values are in the cache
+    output_counts: Int32[Array, " slots"]  # output tokens drawn so far: the random counter
     page_table: Int32[Array, "slots pages_per_seq"]
     seeds: UInt32[Array, "slots 2"]
-    temperature: Float[Array, "slots"]
-    top_p: Float[Array, "slots"]
-    top_k: Int32[Array, "slots"]
-    min_p: Float[Array, "slots"]
+    temperature: Float[Array, " slots"]
+    top_p: Float[Array, " slots"]
+    top_k: Int32[Array, " slots"]
+    min_p: Float[Array, " slots"]
 
 
 def empty_state(sizes: Sizes) -> DecodeState:
@@ -43,7 +45,7 @@ def empty_state(sizes: Sizes) -> DecodeState:
 
 def begin_step(
     state: DecodeState, fields: dict[str, Array], bucket: Bucket, sizes: Sizes
-) -> tuple[DecodeState, Batch, Int32[Array, "rows"], Int32[Array, "rows"]]:
+) -> tuple[DecodeState, Batch, Int32[Array, " rows"], Int32[Array, " rows"]]:
     """Takes in what the host sent for a step.
 
     Returns:
@@ -52,10 +54,11 @@ def begin_step(
     """
     state = _take_prefill_rows(state, fields)
     slots = fields["decode_slots"]
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         page_table=state.page_table.at[slots, fields["decode_new_page_indices"]].set(
             fields["decode_new_pages"], mode="drop"
-        )
+        ),
     )
     is_row = slots < sizes.max_num_seqs
     positions = jnp.take(state.kv_lens, slots, mode="clip")
@@ -66,7 +69,7 @@ def begin_step(
         "positions": positions,
         "write_pages": jnp.where(is_row, pages, sizes.num_pages),
     }
-    state = state.replace(kv_lens=state.kv_lens.at[slots].add(1, mode="drop"))
+    state = dataclasses.replace(state, kv_lens=state.kv_lens.at[slots].add(1, mode="drop"))
     prefill, last_tokens = _prefill_tokens(fields, bucket, sizes)
     joined = {name: jnp.concatenate([decode[name], prefill[name]]) for name in decode}
     batch = Batch(
@@ -94,7 +97,8 @@ def _take_prefill_rows(state: DecodeState, fields: dict[str, Array]) -> DecodeSt
     def put(array: Array, values: Array) -> Array:
         return array.at[slots].set(values, mode="drop")
 
-    return state.replace(
+    return dataclasses.replace(
+        state,
         kv_lens=put(state.kv_lens, fields["prefill_starts"] + lengths),
         output_counts=put(state.output_counts, fields["prefill_output_indices"]),
         page_table=put(state.page_table, fields["prefill_page_table"]),
@@ -108,7 +112,7 @@ def _take_prefill_rows(state: DecodeState, fields: dict[str, Array]) -> DecodeSt
 
 def _prefill_tokens(
     fields: dict[str, Array], bucket: Bucket, sizes: Sizes
-) -> tuple[dict[str, Array], Int32[Array, "prefill_rows"]]:
+) -> tuple[dict[str, Array], Int32[Array, " prefill_rows"]]:
     """Token ids, positions and pages of the chunks' tokens, and the index of each chunk's last token."""
     starts = fields["prefill_query_starts"]
     if bucket.prefill_rows == 0:
@@ -129,8 +133,8 @@ def _prefill_tokens(
 
 
 def sampling_arrays(
-    state: DecodeState, slots: Int32[Array, "rows"]
-) -> tuple[SamplingArrays, UInt32[Array, "rows 2"], Int32[Array, "rows"]]:
+    state: DecodeState, slots: Int32[Array, " rows"]
+) -> tuple[SamplingArrays, UInt32[Array, "rows 2"], Int32[Array, " rows"]]:
     """Sampling parameters, seeds and random counters of the rows that sample for these slots."""
 
     def rows(array: Array) -> Array:
@@ -142,9 +146,10 @@ def sampling_arrays(
     return params, rows(state.seeds), rows(state.output_counts)
 
 
-def end_step(state: DecodeState, slots: Int32[Array, "rows"], tokens: Int32[Array, "rows"]) -> DecodeState:
+def end_step(state: DecodeState, slots: Int32[Array, " rows"], tokens: Int32[Array, " rows"]) -> DecodeState:
     """Keeps the sampled tokens as the next step's input."""
-    return state.replace(
+    return dataclasses.replace(
+        state,
         last_tokens=state.last_tokens.at[slots].set(tokens, mode="drop"),
         output_counts=state.output_counts.at[slots].add(1, mode="drop"),
     )

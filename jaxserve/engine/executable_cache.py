@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 from jax.experimental import serialize_executable
 
 logger = logging.getLogger(__name__)
@@ -34,13 +35,13 @@ class ExecutableCache:
         context: whatever decides what the programs are, apart from source, versions, device and flags.
     """
 
-    def __init__(self, folder: Path | None, device: jax.Device, context: str) -> None:
+    def __init__(self, folder: Path | None, device: jax.Device, context: str) -> None:  # pyright: ignore[reportInvalidTypeForm]
         self._folder = folder
         self._context = "\n".join(
             [
                 context,
                 jax.__version__,
-                jax.lib.__version__,
+                jaxlib.__version__,
                 device.device_kind,
                 device.client.platform_version,
                 os.environ.get("XLA_FLAGS", ""),

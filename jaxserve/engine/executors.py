@@ -24,9 +24,7 @@ from jaxserve.sharding.placement import replicated
 class ForwardExecutor(Protocol):
     """Runs the forward pass of one bucket. Cache and state are donated: the caller goes on with those of the result."""
 
-    def __call__(
-        self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array
-    ) -> ForwardResult: ...
+    def __call__(self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array) -> ForwardResult: ...
 
 
 class WholeForward:
@@ -35,9 +33,7 @@ class WholeForward:
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
 
-    def __call__(
-        self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array
-    ) -> ForwardResult:
+    def __call__(self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array) -> ForwardResult:
         return self._compiled(params, cache, state, packed)
 
 
@@ -50,9 +46,7 @@ class LayerwiseForward:
         self._end = end
         self._layer_indices = layer_indices
 
-    def __call__(
-        self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array
-    ) -> ForwardResult:
+    def __call__(self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array) -> ForwardResult:
         outer = without_layers(params)
         state, x, inputs = self._begin(outer, state, packed)
         for index, layer in zip(self._layer_indices, params.layers, strict=True):
@@ -93,9 +87,7 @@ class ForwardCompiler:
         def between() -> tuple[Any, Any]:
             """Hidden states and inputs as `begin` gives them."""
             _, x, inputs = jax.eval_shape(begin, outer, self.state, packed)
-            return jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), (x, inputs)
-            )
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), (x, inputs))
 
         def lower_layer() -> jax.stages.Lowered:
             x, inputs = between()

@@ -24,7 +24,6 @@ from jaxserve.sharding.collectives import Collectives
 from jaxserve.sharding.mesh import TENSOR_AXIS
 from jaxserve.sharding.placement import partition_specs
 
-
 _WHOLE = PartitionSpec()  # replicated
 
 
@@ -35,7 +34,7 @@ class ForwardResult:
     cache: KVCache
     state: DecodeState
     logits: Float[Array, "rows vocab"]
-    slots: Int32[Array, "rows"]  # slot that each row samples for; max_num_seqs: none
+    slots: Int32[Array, " rows"]  # slot that each row samples for; max_num_seqs: none
 
 
 @struct.dataclass
@@ -43,8 +42,8 @@ class StepInputs:
     """What the layers of a step share."""
 
     batch: Batch
-    logit_tokens: Int32[Array, "rows"]  # tokens whose hidden states get logits
-    slots: Int32[Array, "rows"]
+    logit_tokens: Int32[Array, " rows"]  # tokens whose hidden states get logits
+    slots: Int32[Array, " rows"]
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,7 @@ class ProgramFactory:
     def begin(self, bucket: Bucket, num_logits: int) -> Callable[..., tuple[DecodeState, Array, StepInputs]]:
         """(params without layers, state, packed step) -> (state, hidden states, StepInputs); state may be donated."""
 
-        def per_device(
-            params: LlamaParams, state: DecodeState, packed: Array
-        ) -> tuple[DecodeState, Array, StepInputs]:
+        def per_device(params: LlamaParams, state: DecodeState, packed: Array) -> tuple[DecodeState, Array, StepInputs]:
             state, inputs = self._begin_step(state, packed, bucket, num_logits)
             x = llama.embed_tokens(params, inputs.batch, collectives=self._collectives)
             return state, x, inputs
@@ -123,7 +120,7 @@ class ProgramFactory:
 
     def sample(
         self, mode: SamplingMode
-    ) -> Callable[[DecodeState, Array, Array], tuple[DecodeState, Int32[Array, "rows"]]]:
+    ) -> Callable[[DecodeState, Array, Array], tuple[DecodeState, Int32[Array, " rows"]]]:
         """(state, logits, slots) -> (state, token of each row); the caller donates state."""
 
         def per_device(state: DecodeState, logits: Array, slots: Array) -> tuple[DecodeState, Array]:

@@ -101,7 +101,9 @@ class ModelRunner:
     def warm_up(self, progress: Progress) -> None:
         """Compiles every program, in parallel; nothing is compiled after it."""
         buckets = self._buckets.all()
-        sampling = [(rows, mode) for rows in self._buckets.sample_rows for mode in _MODES]
+        sampling: list[tuple[int, SamplingMode]] = [
+            (rows, mode) for rows in self._buckets.sample_rows for mode in _MODES
+        ]
         with (
             progress.task("compiling", len(buckets) + len(sampling), "programs") as advance,
             ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
@@ -133,7 +135,7 @@ class ModelRunner:
 
     def is_ready(self, pending: PendingTokens) -> bool:
         """Whether the device is done with a step."""
-        return pending.tokens.is_ready()
+        return pending.tokens.is_ready()  # pyright: ignore[reportAttributeAccessIssue] - jax.Array has it
 
     def fetch(self, pending: PendingTokens) -> SampledTokens:
         """Waits for a step's tokens: the one place that waits for the device."""

@@ -38,8 +38,8 @@ def write_kv(
     layer: Int32[Array, ""],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    pages: Int32[Array, "tokens"],
-    offsets: Int32[Array, "tokens"],
+    pages: Int32[Array, " tokens"],
+    offsets: Int32[Array, " tokens"],
 ) -> KVCache:
     """Stores each token's key and value at (page, offset); a page index past the end is dropped (padding rows).
 

@@ -11,7 +11,7 @@ from jaxserve.models.params import LayerParams
 from jaxserve.sharding.collectives import Collectives
 
 
-def rms_norm(x: Float[Array, "*rows size"], weight: Float[Array, "size"], eps: float) -> Float[Array, "*rows size"]:
+def rms_norm(x: Float[Array, "*rows size"], weight: Float[Array, " size"], eps: float) -> Float[Array, "*rows size"]:
     """Root-mean-square norm (https://arxiv.org/abs/1910.07467) in float32; the result has x's dtype."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -19,12 +19,12 @@ def rms_norm(x: Float[Array, "*rows size"], weight: Float[Array, "size"], eps: f
     return (wide * scale * weight).astype(x.dtype)
 
 
-def add_bias(x: Float[Array, "tokens *features"], bias: Float[Array, "*features"] | None) -> Array:
+def add_bias(x: Float[Array, tokens * features], bias: Float[Array, "..."] | None) -> Array:
     return x if bias is None else x + bias[None].astype(x.dtype)
 
 
 def embed(
-    embedding: Float[Array, "vocab_shard hidden"], token_ids: Int32[Array, "tokens"], collectives: Collectives
+    embedding: Float[Array, "vocab_shard hidden"], token_ids: Int32[Array, " tokens"], collectives: Collectives
 ) -> Float[Array, "tokens hidden"]:
     """Rows of the embedding, whose vocabulary may be cut over devices: each gives the rows it has, zeros elsewhere."""
     if collectives.size == 1:

@@ -34,9 +34,7 @@ def forward(
     return final_norm(params, x, config=config), cache
 
 
-def embed_tokens(
-    params: LlamaParams, batch: Batch, *, collectives: Collectives
-) -> Float[Array, "tokens hidden"]:
+def embed_tokens(params: LlamaParams, batch: Batch, *, collectives: Collectives) -> Float[Array, "tokens hidden"]:
     """Embeddings of the batch's tokens. `params.layers` is not looked at."""
     with jax.named_scope("embed"):
         return embed(params.embedding, batch.token_ids, collectives)

@@ -43,7 +43,7 @@ def _scale(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     return np.where(is_long, frequencies / scaling.factor, np.where(is_short, frequencies, interpolated))
 
 
-def rope_tables(positions: Int32[Array, "tokens"], frequencies: np.ndarray) -> RopeTables:
+def rope_tables(positions: Int32[Array, " tokens"], frequencies: np.ndarray) -> RopeTables:
     """Cosines and sines of each position's angles, in float32: bfloat16 angles are noise at long positions."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
     return jnp.cos(angles), jnp.sin(angles)

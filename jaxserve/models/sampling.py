@@ -20,13 +20,13 @@ _MIN_TEMPERATURE = 1e-5  # below this a row is greedy: what is drawn is the most
 class SamplingArrays:
     """Sampling parameters of each row."""
 
-    temperature: Float[Array, "rows"]  # 0: greedy
-    top_p: Float[Array, "rows"]  # 1: off
-    top_k: Int32[Array, "rows"]  # 0 or less: off
-    min_p: Float[Array, "rows"]  # 0: off
+    temperature: Float[Array, " rows"]  # 0: greedy
+    top_p: Float[Array, " rows"]  # 1: off
+    top_k: Int32[Array, " rows"]  # 0 or less: off
+    min_p: Float[Array, " rows"]  # 0: off
 
 
-def row_keys(seeds: UInt32[Array, "rows 2"], counters: Int32[Array, "rows"]) -> Array:
+def row_keys(seeds: UInt32[Array, "rows 2"], counters: Int32[Array, " rows"]) -> Array:
     """One random key a row, from its request's seed and how many tokens it has drawn: nothing else of the batch enters."""
     keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
     return jax.vmap(jax.random.fold_in)(keys, counters)
@@ -34,7 +34,7 @@ def row_keys(seeds: UInt32[Array, "rows 2"], counters: Int32[Array, "rows"]) -> 
 
 def sample(
     logits: Float[Array, "rows vocab"], params: SamplingArrays, keys: Array, *, mode: SamplingMode
-) -> Int32[Array, "rows"]:
+) -> Int32[Array, " rows"]:
     """One token a row.
 
     Draws by the Gumbel maximum: argmax(logits / temperature + noise), with noise that depends on the row's key alone.
@@ -57,7 +57,7 @@ def sample(
     return jnp.where(params.temperature < _MIN_TEMPERATURE, greedy, drawn)
 
 
-def _cut(below_top: Float[Array, "rows vocab"], params: SamplingArrays) -> Float[Array, "rows"]:
+def _cut(below_top: Float[Array, "rows vocab"], params: SamplingArrays) -> Float[Array, " rows"]:
     """How far below the top token a token may lie: the tightest of top-k, then top-p among those, and min-p.
 
     Tokens tied with the last one that is kept are kept too, so that the result does not depend on their order.
@@ -75,15 +75,15 @@ def _cut(below_top: Float[Array, "rows vocab"], params: SamplingArrays) -> Float
 
 
 def _smallest_cut(
-    distances: Float[Array, "rows vocab"], weights: Float[Array, "rows vocab"], goal: Float[Array, "rows"]
-) -> Float[Array, "rows"]:
+    distances: Float[Array, "rows vocab"], weights: Float[Array, "rows vocab"], goal: Float[Array, " rows"]
+) -> Float[Array, " rows"]:
     """The smallest distance within which a row's weights sum to its goal: bisection over the bits of the distance.
 
     Exact and free of sorting: distances are not negative, so that their bit patterns are ordered as they are. If the goal
     is never reached (rounding), the cut is infinite.
     """
 
-    def enough(bits: Int32[Array, "rows"]) -> Bool[Array, "rows"]:
+    def enough(bits: Int32[Array, " rows"]) -> Bool[Array, " rows"]:
         cut = lax.bitcast_convert_type(bits, jnp.float32)[:, None]
         return jnp.sum(jnp.where(distances <= cut, weights, 0.0), axis=-1) >= goal
 
