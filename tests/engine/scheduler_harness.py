@@ -1,0 +1,154 @@
+"""Drives a scheduler and a fake runner as the engine loop does, and checks after every step what must always hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from typing import Any
+
+from jaxserve.engine.request import FinishReason, Request, RequestOutput
+from jaxserve.engine.schedule import ScheduledBatch
+from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.sequence import Sequence, SequenceStatus
+from jaxserve.sampling_params import SamplingParams
+from tests.engine.fake_device import FakeRunner, solo_tokens
+
+Key = tuple[str, int]
+
+
+def make_limits(
+    *, seqs: int = 4, tokens: int = 16, prefill_rows: int = 4, max_len: int = 64, page_size: int = 4, pages: int = 64
+) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_prefill_rows=prefill_rows,
+        max_model_len=max_len,
+        page_size=page_size,
+        num_pages=pages,
+    )
+
+
+class Harness:
+    """One scheduler with its runner. Step N + 1 is launched before the tokens of step N are taken in."""
+
+    def __init__(self, limits: SchedulerLimits | None = None) -> None:
+        self.limits = limits or make_limits()
+        self.scheduler = Scheduler(self.limits)
+        self.runner = FakeRunner(self.limits)
+        self.sequences: dict[Key, Sequence] = {}
+        self.outputs: dict[Key, list[int]] = {}
+        self.reasons: dict[Key, FinishReason] = {}
+        self.stop_tokens: dict[Key, int | None] = {}
+        self.pending: Any = None
+
+    def add(
+        self,
+        prompt: Tokens[int] | int,
+        max_tokens: int,
+        *,
+        request_id: str | None = None,
+        index: int = 0,
+        seed: int = 0,
+        stop: Tokens[int] = (),
+    ) -> Key:
+        """Queues a request; a number as the prompt stands for that many tokens."""
+        name = f"request-{len(self.sequences)}" if request_id is None else request_id
+        tokens = tuple((7 * i + len(name)) % 32 for i in range(prompt)) if isinstance(prompt, int) else tuple(prompt)
+        sequence = Sequence(
+            request=Request(name, tokens, SamplingParams(), arrival_time=0.0),
+            index=index,
+            seed=seed,
+            stop_token_ids=frozenset(stop),
+            max_output_tokens=min(max_tokens, self.limits.longest_sequence - len(tokens)),
+            token_ids=list(tokens),
+        )
+        self.scheduler.add(sequence)
+        self.sequences[name, index] = sequence
+        self.outputs[name, index] = []
+        return name, index
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self.scheduler.abort(request_id, index)
+        self.check()
+
+    def step(self) -> ScheduledBatch:
+        """What the engine loop does in one round: schedule and launch, then fetch the step before."""
+        batch = self.scheduler.schedule()
+        self.check_batch(batch)
+        self.check()
+        launched = (batch, self.runner.launch_sample(self.runner.launch_forward(batch))) if batch else None
+        if self.pending is not None:
+            self.take(self.scheduler.update(self.pending[0], self.runner.fetch(self.pending[1])))
+        elif launched is None:
+            self.take(self.scheduler.take_pending_outputs())
+        self.pending = launched
+        self.check()
+        return batch
+
+    def run(self, max_steps: int = 1000) -> int:
+        """Steps until nothing is left to do; returns how many it took."""
+        for step in range(max_steps):
+            if not self.scheduler.has_work and self.pending is None:
+                return step
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def step_until(self, condition: Any, max_steps: int = 200) -> None:
+        for _ in range(max_steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"not so after {max_steps} steps")
+
+    def solo(self, key: Key) -> list[int]:
+        sequence = self.sequences[key]
+        return solo_tokens(
+            sequence.request.prompt_token_ids, sequence.seed, sequence.max_output_tokens, sequence.stop_token_ids
+        )
+
+    def take(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            key = output.request_id, output.index
+            assert key not in self.reasons, f"{output} after the end"
+            self.outputs[key] += output.token_ids
+            if output.finish_reason is not None:
+                self.reasons[key] = output.finish_reason
+                self.stop_tokens[key] = output.stop_token_id
+
+    def check_batch(self, batch: ScheduledBatch) -> None:
+        limits = self.limits
+        assert batch.num_tokens <= limits.max_num_batched_tokens
+        assert len(batch.prefill) <= limits.max_prefill_rows
+        slots = [row.slot for row in (*batch.decode, *batch.prefill)]
+        assert len(slots) == len(set(slots)), "a slot has two rows in one step"
+        for chunk in batch.prefill:
+            assert chunk.token_ids
+            assert len(chunk.pages) * limits.page_size >= chunk.start + len(chunk.token_ids)
+
+    def check(self) -> None:
+        """Pages and slots have one owner each, and none is lost."""
+        pages = [page for sequence in self.sequences.values() for page in sequence.pages]
+        assert len(pages) == len(set(pages)), "a page has two owners"
+        assert len(pages) + self.scheduler.pages.num_free == self.limits.num_pages, "pages were lost"
+        slots = [sequence.slot for sequence in self.sequences.values() if sequence.slot >= 0]
+        assert len(slots) == len(set(slots)), "a slot has two owners"
+        assert len(self.scheduler.running) <= self.limits.max_num_seqs
+        for sequence in self.scheduler.running:
+            assert sequence.status is SequenceStatus.RUNNING
+            assert sequence.slot >= 0
+
+    def check_done(self) -> None:
+        """Every request has ended; those that were not aborted gave their solo tokens; nothing is held."""
+        for key in self.sequences:
+            solo = self.solo(key)
+            if self.reasons[key] == "abort":
+                assert self.outputs[key] == solo[: len(self.outputs[key])]
+            else:
+                assert self.outputs[key] == solo
+                ended = bool(solo) and solo[-1] in self.sequences[key].stop_token_ids
+                assert self.reasons[key] == ("stop" if ended else "length")
+                assert self.stop_tokens[key] == (solo[-1] if ended else None)
+        assert self.scheduler.pages.num_free == self.limits.num_pages
+        assert all(sequence.slot == -1 and sequence.num_in_flight == 0 for sequence in self.sequences.values())
+        assert not self.scheduler.has_work
+        assert self.scheduler.num_live_requests == 0
