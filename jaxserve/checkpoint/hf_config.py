@@ -110,14 +110,22 @@ def _sliding_window(config: Mapping[str, Any], family: Family, where: str) -> in
     if family.sliding_window == "opt-in" and not config.get("use_sliding_window", False):
         return None
     window = config.get("sliding_window", family.default_sliding_window)
-    layer_types = config.get("layer_types")
     if window is not None and family.sliding_window == "opt-in":
-        all_slide = not config.get("max_window_layers", 28) if layer_types is None else set(layer_types) == {
-            "sliding_attention"
-        }  # fmt: skip
-        if not all_slide:
+        sliding = _layers_that_slide(config, where)
+        if not any(sliding):
+            return None
+        if not all(sliding):
             raise CheckpointError(f"{where}: a sliding window in some layers only is not supported")
     return None if window is None else _integer(config, "sliding_window", where, window)
+
+
+def _layers_that_slide(config: Mapping[str, Any], where: str) -> list[bool]:
+    """For each layer whether it slides: as `layer_types` lists them, else those from `max_window_layers` on."""
+    layer_types = config.get("layer_types")
+    if isinstance(layer_types, list):
+        return [layer_type == "sliding_attention" for layer_type in layer_types]
+    first = _integer(config, "max_window_layers", where, 28)
+    return [layer >= first for layer in range(_integer(config, "num_hidden_layers", where))]
 
 
 def token_ids_from(value: Any, where: str) -> tuple[int, ...]:

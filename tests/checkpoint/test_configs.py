@@ -107,6 +107,8 @@ def test_sliding_window_counts_where_the_family_uses_it() -> None:
     assert config_of(architectures=qwen, sliding_window=8, use_sliding_window=False).sliding_window is None
     sliding = {"architectures": qwen, "sliding_window": 8, "use_sliding_window": True}
     assert config_of(**sliding, max_window_layers=0).sliding_window == 8
+    assert config_of(**sliding, layer_types=["sliding_attention"] * 2).sliding_window == 8
+    assert config_of(**sliding, max_window_layers=2).sliding_window is None
     with pytest.raises(CheckpointError, match="some layers"):
         config_of(**sliding, max_window_layers=1)
 
