@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import threading
 import time
@@ -19,6 +20,8 @@ from jaxserve.engine.request import EngineStoppedError, QueueFullError, Request,
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _SEED_MASK = 2**64 - 1
 
@@ -134,6 +137,8 @@ class EngineClient:
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, on_output: Callable[[RequestOutput], None]
     ) -> str:
         """As `submit`, for code without an event loop: `on_output` is called in the engine thread and must be quick.
+
+        If it raises, that is logged and the request is aborted.
 
         Returns:
             The request's id, for `abort`.
@@ -269,10 +274,27 @@ class EngineClient:
             if isinstance(receiver, GenerationStream):
                 by_loop.setdefault(receiver.loop, []).append((receiver, output))
             else:
-                receiver(output)
+                self._call_back(receiver, output)
         for loop, deliveries in by_loop.items():
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(_deliver_all, deliveries)
+            except RuntimeError:  # the loop was closed: nobody will ever read these
+                for stream in {stream for stream, _ in deliveries}:
+                    self._drop_receiver(stream.request_id)
+
+    def _call_back(self, on_output: Callable[[RequestOutput], None], output: RequestOutput) -> None:
+        try:
+            on_output(output)
+        except Exception:  # one caller's fault must not end the engine for all
+            logger.exception("the callback of %s failed; the request is aborted", output.request_id)
+            self._drop_receiver(output.request_id)
+
+    def _drop_receiver(self, request_id: str) -> None:
+        """Ends a request whose outputs nobody takes."""
+        with self._lock:
+            if request_id in self._receivers:
+                self._receivers[request_id] = _discard
+        self.abort(request_id)
 
     def _count_finished(self, request_id: str) -> None:
         with self._lock:
@@ -283,6 +305,10 @@ class EngineClient:
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
+
+
+def _discard(output: RequestOutput) -> None:
+    del output
 
 
 def _deliver_all(deliveries: list[tuple[GenerationStream, RequestOutput]]) -> None:

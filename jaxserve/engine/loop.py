@@ -60,7 +60,7 @@ class EngineLoop:
 
     Args:
         sink: called in the engine thread with what each step brought; must return quickly.
-        on_failure: called in the engine thread when a step raised; every live request has got an error output by then.
+        on_failure: called in the engine thread when a step raised, before every live request gets an error output.
     """
 
     def __init__(
@@ -74,14 +74,21 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._live: set[tuple[str, int]] = set()
         self._stopping = False
+        self._end_lock = threading.Lock()
+        self._ended = False  # whether the commands have been read for the last time
         self.stats = LoopStats()  # replaced as a whole, so that any thread reads one moment
 
     def start(self) -> None:
         self._thread.start()
 
     def add(self, sequences: tuple[Sequence, ...]) -> None:
-        """Queues the choices of one request. Any thread."""
-        self._commands.put(_Add(sequences))
+        """Queues the choices of one request; they get an error output if the thread has ended. Any thread."""
+        with self._end_lock:
+            if not self._ended:
+                self._commands.put(_Add(sequences))
+                return
+        keys = [(sequence.request.request_id, sequence.index) for sequence in sequences]
+        self._sink([RequestOutput(*key, (), finish_reason="error", error="the engine has stopped") for key in keys])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request or one of its choices. Any thread."""
@@ -99,8 +106,8 @@ class EngineLoop:
             self._fail_live_requests("the engine was shut down")
         except Exception as error:
             logger.exception("the engine thread failed")
-            self._fail_live_requests("the engine failed")
             self._on_failure(error)
+            self._fail_live_requests("the engine failed")
 
     def _loop(self) -> None:
         pending: Any = None
@@ -180,6 +187,8 @@ class EngineLoop:
         self._sink(outputs)
 
     def _fail_live_requests(self, message: str) -> None:
+        with self._end_lock:
+            self._ended = True
         while not self._commands.empty():  # requests that came too late for the scheduler
             command = self._commands.get()
             if isinstance(command, _Add):
