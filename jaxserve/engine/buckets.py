@@ -72,13 +72,19 @@ def make_buckets(
     most_rows = max_num_seqs - 1 + max_prefill_rows
     return Buckets(
         decode_rows=decode_rows,
-        mixed_decode_rows=(0,) if max_num_seqs == 1 else (0, max_num_seqs - 1),  # one slot at least prefills
+        mixed_decode_rows=_mixed_decode_rows(max_num_seqs, few_programs),
         prefill_tokens=_growing(smallest_prefill, max_num_batched_tokens, 4 if few_programs else 2),
         prefill_rows=max_prefill_rows,
         sample_rows=tuple(sorted({1, most_rows}))
         if few_programs
         else tuple(sorted({*decode_rows, max_prefill_rows, most_rows})),
     )
+
+
+def _mixed_decode_rows(max_num_seqs: int, few_programs: bool) -> tuple[int, ...]:
+    most = max_num_seqs - 1  # one slot at least prefills
+    sizes = {0, most} if few_programs else {0, min(16, most), most}
+    return tuple(sorted(sizes))
 
 
 def _growing(first: int, last: int, factor: int) -> tuple[int, ...]:

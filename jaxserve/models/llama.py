@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -26,11 +28,10 @@ def forward(
     """
     x = embed_tokens(params, batch, collectives=collectives)
     rope = rotary_tables(batch, config=config)
+    # Traced and lowered once for all layers; XLA inlines the calls.
+    one_layer = jax.jit(partial(decoder_layer, config=config, collectives=collectives))
     for index, layer in enumerate(params.layers):
-        with jax.named_scope(f"layer_{index}"):
-            x, cache = decoder_layer(
-                layer, jnp.int32(index), x, cache, batch, rope, config=config, collectives=collectives
-            )
+        x, cache = one_layer(layer, jnp.int32(index), x, cache, batch, rope)
     return final_norm(params, x, config=config), cache
 
 
