@@ -44,7 +44,6 @@ def test_version(flag: str) -> None:
         (("serve", "--gpu-memory-utilization", "1.5"), "gpu_memory_utilization=1.5 must lie in (0, 1]"),
         (("chat", "--temperature", "3"), "temperature=3.0 must lie in 0..2"),
         (("chat", "no-such-model"), "no-such-model"),
-        (("serve", "no-such-model"), "no-such-model"),
         (("pull", "no-such-model"), "no-such-model"),
     ],
 )
@@ -70,6 +69,14 @@ def test_convert_prints_the_folder_it_made(tiny_model_dir: Path, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'converted'}\n"
     assert run("pull", str(tmp_path / "converted")).stdout == done.stdout
+
+
+def test_serve_ends_when_its_model_cannot_be_had() -> None:
+    done = run("serve", "no-such-model", "--port", "0")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("jaxserve: error: unknown model 'no-such-model'")
+    assert "Traceback" not in done.stderr
 
 
 def test_verbose_shows_the_traceback_too() -> None:
