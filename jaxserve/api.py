@@ -255,9 +255,8 @@ async def _start_pump(
     opening: Coroutine[Any, Any, AsyncStream[ChunkT]],
     received: queue.SimpleQueue[tuple[ChunkT | None, BaseException | None]],
 ) -> asyncio.Task[None]:
-    task = asyncio.create_task(_pump(await opening, received))
-    await asyncio.sleep(0)  # a task that is cancelled before its first step never reaches its `finally`
-    return task
+    # Its first step comes before anyone can learn of the task and cancel it: so it reaches its `finally` in any case.
+    return asyncio.create_task(_pump(await opening, received))
 
 
 async def _pump(

@@ -15,7 +15,8 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     """The body, parsed.
 
     Raises:
-        RequestTooLargeError: it is longer than `max_bytes`; no more than that is kept.
+        RequestTooLargeError: it is longer than `max_bytes`; no more than that is kept. The connection stays open: uvicorn
+            throws away what still comes, while closing would reset it before the client has read why.
         BadRequestError: it is no JSON object, or is not declared as JSON (which keeps web pages of other origins from
             sending one without asking first).
         ClientDisconnectedError: the client went away before it had sent all.

@@ -15,7 +15,6 @@ from jaxserve.protocol.errors import (
     InternalServerError,
     MethodNotAllowedError,
     NotFoundError,
-    RequestTooLargeError,
 )
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; only logs ever see it
@@ -30,8 +29,6 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
     headers = dict(headers or {})
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
-    if isinstance(error, RequestTooLargeError):
-        headers["connection"] = "close"  # the rest of the body, which may never end, is not waited for
     return json_response(error.body(), status_code=error.status_code, headers=headers)
 
 

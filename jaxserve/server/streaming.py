@@ -2,7 +2,8 @@
 
 Starlette's response classes would do for the bytes. This does two things more: nothing is sent before the first chunk
 is there, so that a failure until then is an HTTP error and not an event; and a plain handler is watched for
-disconnects, like a stream.
+disconnects, like a stream. sse-starlette's response was measured too: each event costs it about 14 µs more of a core, twice
+what is left of the way to the socket, for pings and resumption that no OpenAI client asks for.
 """
 
 from __future__ import annotations

@@ -137,6 +137,7 @@ async def test_usage_chunk_with_several_choices() -> None:
     assert [joined(chunks, index) for index in range(3)] == ["a", "bc", "def"]
     assert [reasons(chunks, index) for index in range(3)] == [["stop"]] * 3
     *before, last = chunks
+    assert [chunk.choices[0].index for chunk in before if chunk.choices[0].delta.role == "assistant"] == [0, 1, 2]
     assert all(chunk.choices and '"usage":null' in chunk.to_json() for chunk in before)
     assert last.choices == []
     assert last.usage is not None

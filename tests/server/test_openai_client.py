@@ -1,4 +1,4 @@
-"""The `openai` package drives a real server process with a tiny random model: the whole path, HTTP to device and back."""
+"""The `openai` package drives a real server process with a tiny random model: the whole path, as a client sees it."""
 
 import asyncio
 from collections.abc import Iterator
