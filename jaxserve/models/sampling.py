@@ -49,18 +49,22 @@ def sample(
     logits = logits.astype(jnp.float32)
     temperature = jnp.maximum(params.temperature, _MIN_TEMPERATURE)[:, None]
     below_top = (jnp.max(logits, axis=-1, keepdims=True) - logits) / temperature  # [rows, vocab], 0 for the top token
+    takes_top = params.temperature < _MIN_TEMPERATURE
     if mode == "filtered":
         kept = below_top <= _cut(below_top, params)[:, None]
         below_top = jnp.where(kept, below_top, jnp.inf)
+        # Filters that leave one token leave the greedy one, of tied ones too. A top token has at least 1 / vocab.
+        takes_top |= (params.top_k == 1) | (params.top_p * logits.shape[-1] <= 1.0)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
     drawn = jnp.argmax(noise - below_top, axis=-1).astype(jnp.int32)
-    return jnp.where(params.temperature < _MIN_TEMPERATURE, greedy, drawn)
+    return jnp.where(takes_top, greedy, drawn)
 
 
 def _cut(below_top: Float[Array, "rows vocab"], params: SamplingArrays) -> Float[Array, " rows"]:
     """How far below the top token a token may lie: the tightest of top-k, then top-p among those, and min-p.
 
-    Tokens tied with the last one that is kept are kept too, so that the result does not depend on their order.
+    Tokens tied with the last one that is kept are kept too, so that the result does not depend on their order (but see
+    `sample` where one is to be left).
     """
     infinity = jnp.full(below_top.shape[:1], jnp.inf, jnp.float32)
     by_count = _smallest_cut(
