@@ -1,11 +1,17 @@
 """Attention of one query token a sequence over its paged KV cache: validation and the choice of implementation."""
 
+import functools
+import logging
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.kernels.decode_attention_mosaic_gpu import decode_attention_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.decode_attention_xla import decode_attention_xla
+
+logger = logging.getLogger(__name__)
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -55,12 +61,35 @@ def decode_attention(
     layer = jnp.asarray(layer, jnp.int32)
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError("the Hopper kernel of decode_attention is not available; use implementation='xla'")
-    return decode_attention_xla(
+    if implementation != "xla":
+        reason = _device_reason() or unsupported_reason(q, k_pages)
+        if implementation == "mosaic_gpu" and reason is not None:
+            raise NotImplementedError(f"the Hopper kernel of decode_attention can't run here: {reason}")
+        if implementation is None and reason is not None and jax.default_backend() == "gpu":
+            _warn_once(reason)
+        implementation = "mosaic_gpu" if reason is None else "xla"
+    attend = decode_attention_mosaic_gpu if implementation == "mosaic_gpu" else decode_attention_xla
+    return attend(
         q, k_pages, v_pages, layer, page_table, kv_lens,
         scale=scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
+
+
+def _device_reason() -> str | None:
+    """Why this process's default device can't run the Hopper kernel, or None if it can."""
+    if jax.default_backend() != "gpu":
+        return f"the default device is a {jax.default_backend()}, not a GPU"
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if capability != "9.0":
+        return f"it needs compute capability 9.0, the device has {capability}"
+    if jax.__version_info__ < (0, 11):
+        return f"it needs jax 0.11 or newer, this is {jax.__version__}"
+    return None
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning("decode_attention falls back to plain XLA, which is several times slower: %s", reason)
 
 
 def _validate(q, k_pages, v_pages, page_table, kv_lens, window: int | None, softcap: float | None) -> None:
@@ -81,7 +110,9 @@ def _validate(q, k_pages, v_pages, page_table, kv_lens, window: int | None, soft
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}")
     if page_table.ndim != 2 or page_table.shape[0] != batch or page_table.dtype != jnp.int32:
-        raise ValueError(f"page_table must be int32 [batch={batch}, pages_per_seq], got {page_table.shape=} {page_table.dtype=}")
+        raise ValueError(
+            f"page_table must be int32 [batch={batch}, pages_per_seq], got {page_table.shape=} {page_table.dtype=}"
+        )
     if kv_lens.shape != (batch,) or kv_lens.dtype != jnp.int32:
         raise ValueError(f"kv_lens must be int32 [batch={batch}], got {kv_lens.shape=} {kv_lens.dtype=}")
     if window is not None and window < 1:

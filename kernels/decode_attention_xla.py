@@ -1,6 +1,5 @@
 """Paged decode attention in plain XLA: the reference, the CPU path and the fall-back."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32

@@ -1,0 +1,436 @@
+"""Paged decode attention for Hopper in Pallas Mosaic GPU.
+
+The work is cut into units of `block_kv` tokens of one (row, KV head) pair. Every worker (a compute warpgroup with its
+own memory warpgroup) takes an equal run of units whatever the rows' lengths are (stream-K, Osama et al.,
+arXiv:2301.03598), so that all finish together. A run falls into segments, one for each pair that it touches. A pair
+that lies within one run is finished there; of a pair that is shared, each worker leaves its normalised result with its
+log-sum-exp, and a second, small kernel joins them (flash-decoding,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+
+The memory warpgroup fetches queries and pages several blocks ahead, across segments, one TMA copy a page. The compute
+warpgroup holds the query heads that share the KV head in the rows of one wgmma tile, and runs the online softmax.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jaxserve.kernels.decode_attention_join import join_parts
+from jaxserve.kernels.decode_attention_plan import (
+    LOWEST_SCORE,
+    ROW_COLUMNS,
+    TABLE_CHUNK,
+    TILE_M,
+    Problem,
+    TuningConfig,
+    choose_config,
+    make_plan,
+)
+
+QUERY_SLOTS = 2  # segments whose queries are in shared memory
+LOG2_E = math.log2(math.e)
+
+
+class _Segment(NamedTuple):
+    """A run of blocks of one (row, KV head) pair; scalars on the device."""
+
+    row: Array
+    head: Array
+    first_block: Array
+    count: Array
+    kv_len: Array
+    starts_pair: Array
+    is_whole_pair: Array
+
+
+def _for_each_segment(problem: Problem, rows_ref, workers_ref, worker, body, carry):
+    """Calls `carry = body(segment, carry)` for each segment of the worker's run and returns the last carry."""
+    begin, end, *row_state = [workers_ref[worker, column] for column in range(3 + ROW_COLUMNS)]
+
+    def step(state):
+        unit, row_state, carry = state
+        row, first_unit, blocks, first_block, kv_len, next_row = row_state
+        # Read here, needed only when this segment is done.
+        following = jnp.minimum(next_row, problem.batch - 1)
+        following_state = [following, *[rows_ref[following, column] for column in range(ROW_COLUMNS)]]
+        local = unit - first_unit
+        head = lax.div(local, blocks)
+        first = local - head * blocks
+        count = jnp.minimum(blocks - first, end - unit)
+        segment = _Segment(row, head, first_block + first, count, kv_len, first == 0, count == blocks)
+        carry = body(segment, carry)
+        row_is_done = (head == problem.kv_heads - 1) & (first + count == blocks)
+        row_state = [jnp.where(row_is_done, new, old) for new, old in zip(following_state, row_state, strict=True)]
+        return unit + count, row_state, carry
+
+    return lax.while_loop(lambda state: state[0] < end, step, (begin, row_state, carry))[2]
+
+
+def _first_position(problem: Problem, kv_len):
+    return jnp.int32(0) if problem.window is None else jnp.maximum(kv_len - problem.window, 0)
+
+
+def _query_rows(problem: Problem, index, size: int):
+    """Rows of shared memory for the worker's index-th segment: the tile's padding may be the next segment's queries."""
+    return pl.ds(pl.multiple_of(lax.rem(index, QUERY_SLOTS) * problem.padded_group, 8), size)
+
+
+def _fetch(problem: Problem, worker, pair, inputs, smem, barriers):
+    """The memory warpgroup: queries and pages of all the worker's segments, as fast as the slots come free."""
+    config = problem.config
+    layer = inputs["layer"][0]
+
+    def load_table(source):
+        # In bounds by construction; to say so spares the copy a descriptor, and with it a fetch from memory.
+        in_bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+        plgpu.copy_gmem_to_smem(source, smem["table"].at[pair], barriers["table"].at[pair], oob_mode=in_bounds)
+
+    def table_chunk(segment, position):
+        first_page = lax.div(position, problem.page_size)
+        return inputs["table"].at[segment.row, pl.ds(first_page - lax.rem(first_page, TABLE_CHUNK), TABLE_CHUNK)]
+
+    def copy(segment, name, slot, j, position):
+        """Fetches the block's j-th copy, or counts it as fetched where the row has no live token in it."""
+        is_live = position < segment.kv_len
+        if problem.window is not None:
+            is_live &= position + problem.copy_tokens > _first_position(problem, segment.kv_len)
+
+        @pl.when(is_live)
+        def _():
+            page = smem["table"][pair, lax.rem(lax.div(position, problem.page_size), TABLE_CHUNK)]
+            tokens = pl.ds(
+                pl.multiple_of(lax.rem(position, problem.page_size), problem.copy_tokens), problem.copy_tokens
+            )
+            if problem.copy_tokens == problem.page_size:
+                tokens = slice(None)
+            plgpu.copy_gmem_to_smem(
+                inputs[name].at[layer, page, tokens, segment.head, :],
+                smem[name].at[slot, pl.ds(j * problem.copy_tokens, problem.copy_tokens)],
+                barriers[name].at[slot],
+            )
+
+        pl.when(jnp.logical_not(is_live))(functools.partial(plgpu.barrier_arrive, barriers[name].at[slot]))
+
+    def fetch_block(segment, i, step):
+        start = (segment.first_block + i) * config.block_kv
+
+        @pl.when((i > 0) & (lax.rem(start, TABLE_CHUNK * problem.page_size) == 0))
+        def _():
+            load_table(table_chunk(segment, start))
+            plgpu.barrier_wait(barriers["table"].at[pair])
+
+        slot = pair * config.stages + lax.rem(step, config.stages)
+        pl.when(step >= config.stages)(functools.partial(plgpu.barrier_wait, barriers["consumed"].at[slot]))
+        for name in ("k", "v"):
+            for j in range(problem.copies_per_block):
+                copy(segment, name, slot, j, start + j * problem.copy_tokens)
+        return step + 1
+
+    def fetch_segment(segment, carry):
+        step, index = carry
+
+        @pl.when(index > 0)
+        def _():
+            load_table(table_chunk(segment, segment.first_block * config.block_kv))
+
+        slot = pair * QUERY_SLOTS + lax.rem(index, QUERY_SLOTS)
+
+        @pl.when(index >= QUERY_SLOTS)
+        def _():
+            plgpu.barrier_wait(barriers["q_consumed"].at[slot])
+
+        plgpu.copy_gmem_to_smem(
+            inputs["q"].at[segment.row, segment.head],
+            smem["q"].at[pair, _query_rows(problem, index, problem.padded_group)],
+            barriers["q"].at[slot],
+        )
+        plgpu.barrier_wait(barriers["table"].at[pair])
+        return lax.fori_loop(0, segment.count, functools.partial(fetch_block, segment), step), index + 1
+
+    load_table(inputs["first_pages"].at[worker])
+    start = jnp.int32(0), jnp.int32(0)
+    steps, segments = _for_each_segment(problem, inputs["rows"], inputs["workers"], worker, fetch_segment, start)
+    pl.when(segments == 0)(functools.partial(plgpu.barrier_wait, barriers["table"].at[pair]))
+    for slots, used, name in ((config.stages, steps, "consumed"), (QUERY_SLOTS, segments, "q_consumed")):
+        for slot in range(slots):
+            pl.when(slot < used)(functools.partial(plgpu.barrier_wait, barriers[name].at[pair * slots + slot]))
+
+
+def _attend_block(problem: Problem, segment, pair, queries, score_scale, smem, barriers, step, i, carry):
+    """One step of the online softmax over `block_kv` tokens."""
+    acc, maximum, total = carry
+    config = problem.config
+    layout = plgpu.Layout.WGMMA
+    wide_layout = plgpu.Layout.WGMMA_UPCAST_2X
+    slot = pair * config.stages + lax.rem(step + i, config.stages)
+    start = (segment.first_block + i) * config.block_kv
+    first_position = _first_position(problem, segment.kv_len)
+
+    def visible(shape, axis, layout):
+        positions = start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+        inside = positions < segment.kv_len
+        return inside if problem.window is None else inside & (positions >= first_position)
+
+    def multiply(left, right, columns):
+        def body(acc_ref):
+            plgpu.wgmma(acc_ref, left, right)
+            return acc_ref[...]
+
+        return pl.run_scoped(body, plgpu.ACC((TILE_M, columns), jnp.float32))
+
+    plgpu.barrier_wait(barriers["k"].at[slot])
+    keys = smem["k"].at[slot]
+    if problem.is_float8:
+        narrow, keys = keys, smem["wide"].at[pair]
+        keys[...] = plgpu.load(narrow, layout=wide_layout).astype(problem.dtype)
+        plgpu.commit_smem()
+    scores = multiply(queries, keys.transpose((1, 0)), config.block_kv)
+    if problem.softcap is None:
+        scores = scores * (score_scale * LOG2_E)
+    else:
+        scores = jnp.tanh(scores * (score_scale / problem.softcap)) * (problem.softcap * LOG2_E)
+    scores = jnp.where(visible(scores.shape, 1, layout), scores, LOWEST_SCORE)
+    new_maximum = jnp.maximum(maximum, scores.max(axis=1))
+    decay = jnp.exp2(maximum - new_maximum)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(new_maximum, scores.shape, [0]))
+    total = total * decay + weights.sum(axis=1)
+    weights = weights.astype(problem.dtype)
+    if not problem.on_device:  # the interpreter multiplies references only
+        smem["weights"].at[pair][...] = weights
+        weights = smem["weights"].at[pair]
+
+    plgpu.barrier_wait(barriers["v"].at[slot])
+    values = smem["v"].at[slot]
+    values_shape = (config.block_kv, problem.head_dim)
+    # What no row may read can be NaN, and 0 * NaN is NaN.
+    if problem.is_float8:
+        narrow, values = values, smem["wide"].at[pair]
+        block = plgpu.load(narrow, layout=wide_layout).astype(problem.dtype)
+        values[...] = jnp.where(visible(values_shape, 0, wide_layout), block, jnp.zeros_like(block))
+        plgpu.commit_smem()
+    else:
+
+        @pl.when((start + config.block_kv > segment.kv_len) | (start < first_position))
+        def _clear_invisible_values():
+            block = plgpu.load(values, layout=layout)
+            values[...] = jnp.where(visible(values_shape, 0, layout), block, jnp.zeros_like(block))
+            plgpu.commit_smem()
+
+    weighted = multiply(weights, values, problem.head_dim)
+    plgpu.barrier_arrive(barriers["consumed"].at[slot])
+    return acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + weighted, new_maximum, total
+
+
+def _attend(problem: Problem, worker, pair, inputs, outputs, smem, barriers):
+    """The compute warpgroup: each segment's softmax, and its result or partial result."""
+    out_ref, part_ref, lse_ref = outputs
+    result_smem, part_smem = smem["staging"]
+    row_layout = plgpu.Layout.WGMMA.reduce(1)
+    k_scale, v_scale = [inputs["scales"][i] if problem.has_scales else 1.0 for i in range(2)]
+    score_scale = k_scale * problem.scale
+
+    def attend_segment(segment, carry):
+        step, index = carry
+        q_slot = pair * QUERY_SLOTS + lax.rem(index, QUERY_SLOTS)
+        queries = smem["q"].at[pair, _query_rows(problem, index, TILE_M)]
+        plgpu.barrier_wait(barriers["q"].at[q_slot])
+        acc, maximum, total = lax.fori_loop(
+            0,
+            segment.count,
+            functools.partial(_attend_block, problem, segment, pair, queries, score_scale, smem, barriers, step),
+            (
+                plgpu.layout_cast(jnp.zeros((TILE_M, problem.head_dim), jnp.float32), plgpu.Layout.WGMMA),
+                plgpu.layout_cast(jnp.full((TILE_M,), LOWEST_SCORE, jnp.float32), row_layout),
+                plgpu.layout_cast(jnp.zeros((TILE_M,), jnp.float32), row_layout),
+            ),
+        )
+        plgpu.barrier_arrive(barriers["q_consumed"].at[q_slot])
+        result = acc * lax.broadcast_in_dim(v_scale / total, acc.shape, [0])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's copies out of the staging memory
+
+        @pl.when(segment.is_whole_pair)
+        def _store_result():
+            result_smem.at[pair][...] = result.astype(problem.out_dtype)
+            plgpu.commit_smem()
+            rows = pl.ds(0, problem.group)
+            plgpu.copy_smem_to_gmem(result_smem.at[pair, rows], out_ref.at[segment.row, segment.head])
+
+        @pl.when(jnp.logical_not(segment.is_whole_pair))
+        def _store_partial():
+            # The first segment of a run may continue a pair, the last one may start a pair: two places are enough.
+            part = worker * 2 + jnp.where(segment.starts_pair, 1, 0)
+            smem["lse"].at[pair][...] = maximum + jnp.log2(total)
+            half = problem.head_dim // 2
+            rows = pl.ds(0, problem.padded_group)
+            for column in (0, half):
+                part_smem.at[pair][...] = lax.slice(result, (0, column), (TILE_M, column + half))
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(part_smem.at[pair, rows], part_ref.at[part, :, pl.ds(column, half)])
+                if column == 0:
+                    plgpu.copy_smem_to_gmem(smem["lse"].at[pair], lse_ref.at[part])
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        return step + segment.count, index + 1
+
+    start = jnp.int32(0), jnp.int32(0)
+    _for_each_segment(problem, inputs["rows"], inputs["workers"], worker, attend_segment, start)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _transforms(head_dim: int, dtype) -> tuple:
+    bits = jnp.finfo(dtype).bits
+    swizzle = plgpu.find_swizzle(head_dim * bits)
+    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
+
+
+def _scratch(problem: Problem) -> tuple[dict, dict]:
+    """Shared memory and barriers of a thread block; the first axis goes over its workers (times slots)."""
+    pairs, stages, block_kv = problem.config.workers_per_sm, problem.config.stages, problem.config.block_kv
+    head_dim, dtype = problem.head_dim, problem.dtype
+    kv = plgpu.SMEM(
+        (pairs * stages, block_kv, head_dim), problem.cache_dtype, transforms=_transforms(head_dim, problem.cache_dtype)
+    )
+    transforms = _transforms(head_dim, dtype)
+    query_padding = (QUERY_SLOTS - 1) * problem.padded_group
+    smem = {
+        "k": kv,
+        "v": kv,
+        "q": plgpu.SMEM((pairs, TILE_M + query_padding, head_dim), dtype, transforms=transforms),
+        # One or the other; a worker's part is as large in both.
+        "staging": plgpu.RefUnion(
+            plgpu.SMEM((pairs, TILE_M, head_dim), problem.out_dtype),
+            plgpu.SMEM((pairs, TILE_M, head_dim // 2), jnp.float32),
+        ),
+        "lse": plgpu.SMEM((pairs, TILE_M), jnp.float32),
+        "table": plgpu.SMEM((pairs, TABLE_CHUNK), jnp.int32),
+    }
+    if problem.is_float8:
+        smem["wide"] = plgpu.SMEM((pairs, block_kv, head_dim), dtype, transforms=transforms)
+    if not problem.on_device:
+        smem["weights"] = plgpu.SMEM((pairs, TILE_M, block_kv), dtype)
+    page_barriers = plgpu.Barrier(num_arrivals=problem.copies_per_block, num_barriers=pairs * stages)
+    barriers = {
+        "k": page_barriers,
+        "v": page_barriers,
+        "consumed": plgpu.Barrier(num_barriers=pairs * stages),
+        "q": plgpu.Barrier(num_barriers=pairs * QUERY_SLOTS),
+        "q_consumed": plgpu.Barrier(num_barriers=pairs * QUERY_SLOTS),
+        "table": plgpu.Barrier(num_barriers=pairs),
+    }
+    return smem, barriers
+
+
+def _attention_kernel(problem: Problem, inputs: dict[str, Array]):
+    """Runs the main kernel: (out, partial results, their log-sum-exps)."""
+    config = problem.config
+    names = tuple(inputs)
+
+    def decode_attention_split(*refs, smem, barriers):
+        if problem.on_device:
+            # In this order, so that what the dependent kernel reads at its start was complete before this one began.
+            plgpu.griddepcontrol_wait()
+            plgpu.griddepcontrol_launch_dependents()
+        inputs, outputs = dict(zip(names, refs, strict=False)), refs[len(names) :]
+        warpgroup = lax.axis_index("warpgroup")
+        pair = lax.div(warpgroup, 2)
+        worker = lax.axis_index("block") * config.workers_per_sm + pair
+
+        @pl.when(lax.rem(warpgroup, 2) == 0)
+        def _():
+            if config.workers_per_sm > 1:
+                plgpu.set_max_registers(208, action="increase")
+            _attend(problem, worker, pair, inputs, outputs, smem, barriers)
+
+        @pl.when(lax.rem(warpgroup, 2) == 1)
+        def _():
+            if config.workers_per_sm > 1:
+                plgpu.set_max_registers(40, action="decrease")
+            _fetch(problem, worker, pair, inputs, smem, barriers)
+
+    smem, barriers = _scratch(problem)
+    return plgpu.kernel(
+        decode_attention_split,
+        out_type=(
+            jax.ShapeDtypeStruct((problem.batch, problem.kv_heads, problem.group, problem.head_dim), problem.out_dtype),
+            jax.ShapeDtypeStruct((2 * config.workers, problem.padded_group, problem.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((2 * config.workers, TILE_M), jnp.float32),
+        ),
+        scratch_types={"smem": smem, "barriers": barriers},
+        grid=(config.thread_blocks,),
+        grid_names=("block",),
+        num_threads=2 * config.workers_per_sm,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=problem.interpret,
+    )(*inputs.values())
+
+
+def unsupported_reason(q: Array, k_pages: Array) -> str | None:
+    """Why the kernel can't take these arrays, or None if it can."""
+    _, q_heads, head_dim = q.shape
+    _, _, page_size, kv_heads, _ = k_pages.shape
+    group = q_heads // kv_heads
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{q.dtype=} is neither bfloat16 nor float16"
+    if k_pages.dtype not in (q.dtype, jnp.float8_e4m3fn):
+        return f"{k_pages.dtype=} is neither {q.dtype=} nor float8_e4m3fn"
+    if head_dim not in (64, 96, 128, 256):
+        return f"{head_dim=} is not one of 64, 96, 128, 256"
+    if page_size not in (16, 32, 64, 128):
+        return f"{page_size=} is not one of 16, 32, 64, 128"
+    if group > TILE_M:
+        return f"{group=} query heads a KV head are more than {TILE_M}"
+    return None
+
+
+# The inner jit lets all layers of a program share one lowered kernel; a call site costs nothing then.
+@functools.partial(jax.jit, static_argnames=("scale", "window", "softcap", "config", "interpret"))
+def decode_attention_mosaic_gpu(
+    q: Float[Array, "batch q_heads head_dim"],
+    k_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
+    v_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
+    layer: Int32[Array, ""],
+    page_table: Int32[Array, "batch pages_per_seq"],
+    kv_lens: Int32[Array, " batch"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: Float[Array, ""] | None = None,
+    v_scale: Float[Array, ""] | None = None,
+    config: TuningConfig | None = None,
+    interpret: Any = None,
+) -> Float[Array, "batch q_heads head_dim"]:
+    """Attends with one query a row to the row's pages; arguments as in `decode_attention`, already validated.
+
+    `config=None` takes `choose_config`'s; `interpret` takes `plgpu.InterpretGPUParams()` to run on a CPU.
+    """
+    batch, q_heads, head_dim = q.shape
+    _, _, page_size, kv_heads, _ = k_pages.shape
+    config = choose_config(head_dim, q_heads // kv_heads, k_pages.dtype.itemsize) if config is None else config
+    problem = Problem(
+        batch, kv_heads, q_heads // kv_heads, head_dim, page_size, q.dtype, k_pages.dtype,
+        scale, window, softcap, k_scale is not None or v_scale is not None, config, interpret,
+    )  # fmt: skip
+    plan = make_plan(page_table, kv_lens, kv_heads, page_size, window, config)
+    queries = q.astype(problem.dtype).reshape(batch, kv_heads, problem.group, head_dim)
+    out, parts, lses = _attention_kernel(
+        problem,
+        {
+            "q": jnp.pad(queries, ((0, 0), (0, 0), (0, problem.padded_group - problem.group), (0, 0))),
+            "k": k_pages,
+            "v": v_pages,
+            "layer": layer[None],
+            "scales": jnp.stack([jnp.float32(1) if s is None else s for s in (k_scale, v_scale)]),
+            **dataclasses.asdict(plan),
+        },
+    )
+    return join_parts(problem, plan, out, parts, lses).reshape(batch, q_heads, head_dim)
