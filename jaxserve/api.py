@@ -11,6 +11,7 @@ are those of the HTTP routes, with the same checks: `BadRequestError` names the 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
@@ -155,6 +156,8 @@ class AsyncEngine:
             if isinstance(model, OpenAIService)
             else launch(model, config or EngineConfig(), progress or NoProgress())
         )
+        # An interpreter that ends around a thread inside the device's runtime crashes, so the engine stops before that.
+        atexit.register(self._service.close)
         self.chat = AsyncChat(AsyncChatCompletions(self._service))
         self.completions = AsyncCompletions(self._service)
 
@@ -195,8 +198,13 @@ class AsyncEngine:
         return self._service.engine.stats()
 
     async def close(self) -> None:
-        """Stops the engine; what still runs fails."""
-        await asyncio.to_thread(self._service.close)
+        """Stops the engine; what still runs fails. Safe to call again."""
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        """As `close`, blocking: for code without an event loop."""
+        atexit.unregister(self._service.close)
+        self._service.close()
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -354,7 +362,7 @@ class Engine:
     def close(self) -> None:
         """Stops the engine; what still runs fails. Safe to call again."""
         if self._loop.is_running:
-            self._loop.run(self._engine.close())
+            self._engine.stop()
             self._loop.stop()
 
     def __enter__(self) -> Engine:

@@ -1,10 +1,12 @@
 """The Python API: the calls and objects of the `openai` package, over an engine in this process."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,3 +206,25 @@ def test_leaving_an_async_stream_ends_the_work() -> None:
         await engine.close()
 
     asyncio.run(asyncio.wait_for(use(), 30))
+
+
+REAL_USE = """
+import sys
+from jaxserve import Engine, EngineConfig, SamplingParams
+
+engine = Engine(sys.argv[1], EngineConfig(max_num_seqs=1, max_num_batched_tokens=32, max_model_len=128))
+(whole,) = engine.generate([1, 2, 3], SamplingParams(max_tokens=8, temperature=0))
+stream = engine.completions.create(prompt=[1, 2, 3], max_tokens=8, temperature=0, stream=True)
+text = "".join(chunk.choices[0].text for chunk in stream)
+assert text == engine.completions.create(prompt=[1, 2, 3], max_tokens=8, temperature=0).choices[0].text
+left_open = engine.completions.create(prompt=[1], max_tokens=100, ignore_eos=True, stream=True)
+next(left_open)
+print("tokens", len(whole.token_ids))
+"""
+
+
+def test_a_real_engine_that_is_never_closed(tiny_model_dir: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "JAXSERVE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", REAL_USE, str(tiny_model_dir)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "tokens 8\n"), done.stderr
