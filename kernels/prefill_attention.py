@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.kernels.prefill_attention_mosaic_gpu import prefill_attention_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.prefill_attention_xla import prefill_attention_xla
 
 _logger = logging.getLogger(__name__)
@@ -66,20 +67,33 @@ def prefill_attention(
     layer = jnp.asarray(layer, jnp.int32)
     k_scale = None if k_scale is None else jnp.asarray(k_scale, jnp.float32)
     v_scale = None if v_scale is None else jnp.asarray(v_scale, jnp.float32)
-    if implementation is None:
-        implementation = _choose_implementation()
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError("the mosaic_gpu kernel is not written yet; use implementation='xla'")
+    if implementation != "xla":
+        reason = _missing_device() or unsupported_reason(q, k_pages, page_table.shape[0], scale)
+        if reason is None:
+            return prefill_attention_mosaic_gpu(
+                q, k_pages, v_pages, layer, page_table, query_starts, kv_lens,
+                scale=scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
+            )  # fmt: skip
+        if implementation == "mosaic_gpu":
+            raise NotImplementedError(f"prefill attention on Mosaic GPU: {reason}")
+        if jax.default_backend() == "gpu":
+            _warn_once(reason)
     return prefill_attention_xla(
         q, k_pages, v_pages, layer, page_table, query_starts, kv_lens,
         scale=scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
 
 
-def _choose_implementation() -> Literal["mosaic_gpu", "xla"]:
-    if jax.default_backend() == "gpu":
-        _warn_once("there is no kernel for it yet")
-    return "xla"
+def _missing_device() -> str | None:
+    """Say what keeps this process from running a Hopper kernel, or None."""
+    if jax.default_backend() != "gpu":
+        return f"the default device is {jax.default_backend()}, not a GPU"
+    capability = jax.devices()[0].compute_capability
+    if capability != "9.0":
+        return f"the GPU has compute capability {capability}, the kernel is for Hopper (9.0)"
+    if jax.__version_info__ < (0, 11):
+        return f"jax is {jax.__version__}, the kernel needs 0.11"
+    return None
 
 
 @functools.cache

@@ -1,0 +1,84 @@
+"""Which row and tokens a CUDA block of the Hopper prefill kernel works on, found inside the kernel."""
+
+import dataclasses
+import functools
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import Array, lax
+
+TOKEN_ALIGNMENT = 8  # of a tile's first token: shared memory is laid out in groups of 8 rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What one CUDA block works on: traced int32 scalars, and whether there is anything to do."""
+
+    exists: Array
+    row: Array
+    start: Array  # the tile's first token, in q
+    live_start: Array  # the row's tokens in the tile, counted from start
+    live_end: Array
+    first_position: Array  # of the tile's first token in the row's KV; negative where the tile starts before the row
+    first_visible: Array  # the first and one past the last position that any live token sees
+    end_visible: Array
+
+
+def locate_tile(query_starts_ref, kv_lens_ref, *, tokens: int, tile_tokens: int, window: int | None) -> Tile:
+    """Find the row and tokens of this CUDA block; the padding behind the last row counts as one more, without KV."""
+    rows = kv_lens_ref.shape[0]
+    starts = [query_starts_ref[row] for row in range(rows + 1)]
+    ends = [*starts[1:], jnp.int32(tokens)]
+    first_tokens = [start & -TOKEN_ALIGNMENT for start in starts]
+    counts = [
+        jnp.where(end > start, divide_up(end - first, tile_tokens), 0)
+        for start, end, first in zip(starts, ends, first_tokens, strict=True)
+    ]
+    live_tiles = functools.reduce(lambda a, b: a + b, counts[:rows])
+    # A row's later tiles see more KV. Starting with the longest work leaves the shortest to fill the gaps at the end.
+    index = lax.axis_index("tile")
+    index = jnp.where(index < live_tiles, live_tiles - 1 - index, index)
+
+    row = start = row_start = row_end = total = jnp.int32(0)
+    for candidate, count in enumerate(counts):
+        inside = (index >= total) & (index < total + count)
+        row = jnp.where(inside, candidate, row)
+        start = jnp.where(inside, first_tokens[candidate] + (index - total) * tile_tokens, start)
+        row_start = jnp.where(inside, starts[candidate], row_start)
+        row_end = jnp.where(inside, ends[candidate], row_end)
+        total = total + count
+
+    start = jnp.minimum(start, tokens - tile_tokens)
+    live_start = jnp.maximum(row_start - start, 0)
+    live_end = jnp.minimum(row_end - start, tile_tokens)
+    is_padding = row == rows
+    row = jnp.minimum(row, rows - 1)
+    first_position = kv_lens_ref[row] - row_end + start
+    first_visible = jnp.int32(0)
+    if window is not None:
+        first_visible = jnp.maximum(first_position + live_start - (window - 1), 0)
+    return Tile(
+        exists=index < total,
+        row=row,
+        start=pl.multiple_of(start, TOKEN_ALIGNMENT),
+        live_start=live_start,
+        live_end=live_end,
+        first_position=first_position,
+        first_visible=jnp.where(is_padding, 0, first_visible),
+        end_visible=jnp.where(is_padding, 0, first_position + live_end),
+    )
+
+
+def divide_up(dividend: Array, divisor: int) -> Array:
+    """Divide and round up; for a dividend of at least 0."""
+    return lax.div(dividend + (divisor - 1), jnp.int32(divisor))
+
+
+def kv_blocks(tile: Tile, kv_block: int) -> tuple[Array, Array]:
+    """The first and one past the last KV block that the tile sees."""
+    return lax.div(tile.first_visible, jnp.int32(kv_block)), divide_up(tile.end_visible, kv_block)
+
+
+def column_group(head_dim: int) -> int:
+    """How many columns lie together in shared memory."""
+    return 64 if head_dim % 64 == 0 else 32
