@@ -256,6 +256,15 @@ def test_a_prompt_that_fills_the_pool_waits_for_it() -> None:
     harness.check_done()
 
 
+def test_admission_leaves_those_who_run_a_page_to_grow() -> None:
+    harness = Harness(make_limits(pages=4, page_size=4))
+    harness.add(12, max_tokens=3)
+    harness.add(3, max_tokens=1)
+    harness.run()
+    harness.check_done()
+    assert harness.scheduler.num_preemptions == 0
+
+
 def test_prefills_that_starve_each_other_make_room_for_the_first() -> None:
     """Decoders grow into the pages that were counted on for prompts in the middle of their prefill."""
     harness = Harness(make_limits(seqs=4, tokens=6, pages=14, page_size=2))

@@ -1,0 +1,112 @@
+"""Every step that the scheduler may decide has a compiled shape, whatever the limits are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.engine.buckets import Buckets, make_buckets
+from jaxserve.engine.request import Request
+from jaxserve.engine.schedule import DecodeRow, PrefillChunk, ScheduledBatch
+from jaxserve.engine.sequence import Sequence
+from jaxserve.sampling_params import SamplingParams
+
+SEQUENCE = Sequence(
+    request=Request("request", (1,), SamplingParams(), arrival_time=0.0),
+    index=0,
+    seed=0,
+    stop_token_ids=frozenset(),
+    max_output_tokens=1,
+)
+
+
+def step(decode_rows: int, chunk_lengths: list[int]) -> ScheduledBatch:
+    return ScheduledBatch(
+        decode=tuple(DecodeRow(SEQUENCE, slot, -1, -1) for slot in range(decode_rows)),
+        prefill=tuple(
+            PrefillChunk(SEQUENCE, slot, 0, (1,) * length, (), True, 0)
+            for slot, length in enumerate(chunk_lengths, start=decode_rows)
+        ),
+    )
+
+
+@st.composite
+def limits_and_steps(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[int, list[int]]]]:
+    """Limits as the configuration allows them, and steps that keep to them."""
+    max_num_seqs = draw(st.integers(1, 70))
+    max_num_batched_tokens = draw(st.integers(max_num_seqs, max_num_seqs + 300))
+    max_prefill_rows = draw(st.integers(1, min(max_num_seqs, 16)))
+    limits = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_prefill_rows": max_prefill_rows,
+        "few_programs": draw(st.booleans()),
+    }
+    steps = [(draw(st.integers(1, max_num_seqs)), []), (max_num_seqs, [])]
+    chunks = draw(st.integers(1, max_prefill_rows))
+    decode_rows = draw(st.integers(0, max_num_seqs - chunks))
+    budget = max_num_batched_tokens - decode_rows
+    last = draw(st.integers(1, budget - chunks + 1))
+    steps.append((decode_rows, [1] * (chunks - 1) + [last]))
+    steps.append((max_num_seqs - 1, [max_num_batched_tokens - max_num_seqs + 1]))
+    steps.append((0, [max_num_batched_tokens]))
+    return limits, steps
+
+
+@given(limits_and_steps())
+def test_every_step_has_a_bucket_that_holds_it(case: tuple[dict[str, Any], list[tuple[int, list[int]]]]) -> None:
+    limits, steps = case
+    buckets = make_buckets(**limits)
+    compiled = buckets.all()
+    assert len(set(compiled)) == len(compiled)
+    for decode_rows, chunks in steps:
+        bucket = buckets.for_batch(step(decode_rows, chunks))
+        assert bucket in compiled
+        assert bucket.decode_rows >= decode_rows
+        assert bucket.prefill_rows >= len(chunks)
+        assert bucket.prefill_tokens >= sum(chunks)
+    for bucket in compiled:
+        assert bucket.rows <= buckets.sample_rows_for(bucket) in buckets.sample_rows
+        # No shape is larger than what a step may have.
+        assert bucket.decode_rows <= limits["max_num_seqs"]
+        assert bucket.prefill_tokens <= limits["max_num_batched_tokens"]
+
+
+def buckets_of(max_num_seqs: int, max_num_batched_tokens: int, max_prefill_rows: int) -> Buckets:
+    return make_buckets(max_num_seqs, max_num_batched_tokens, max_prefill_rows, few_programs=False)
+
+
+def test_padding_at_most_doubles_a_step() -> None:
+    buckets = buckets_of(64, 2048, 16)
+    for rows in range(1, 65):
+        assert buckets.for_batch(step(rows, [])).decode_rows < 2 * rows
+    for tokens in range(16, 2048, 7):
+        assert buckets.for_batch(step(0, [tokens])).prefill_tokens < 2 * tokens
+
+
+def test_few_programs_are_fewer() -> None:
+    few = make_buckets(8, 256, 4, few_programs=True)
+    many = make_buckets(8, 256, 4, few_programs=False)
+    assert len(few.all()) + len(few.sample_rows) < len(many.all()) + len(many.sample_rows)
+
+
+def test_one_sequence_and_one_token() -> None:
+    buckets = buckets_of(1, 1, 1)
+    assert [(bucket.decode_rows, bucket.prefill_tokens) for bucket in buckets.all()] == [(1, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("too_much", "message"),
+    [
+        (step(5, []), "5 decode rows exceed the largest compiled size 4"),
+        (step(4, [1]), "4 decode rows beside prefill exceed the largest compiled size 3"),
+        (step(0, [17]), "17 prefill tokens exceed the largest compiled size 16"),
+        (step(0, [1, 1, 1]), "3 prefill chunks exceed the 2"),
+    ],
+)
+def test_a_step_beyond_the_limits_is_an_error(too_much: ScheduledBatch, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        buckets_of(4, 16, 2).for_batch(too_much)
