@@ -62,6 +62,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
 
     def __init__(self, engine: FakeEngine, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self.request_id = request_id
+        self.loop = asyncio.get_running_loop()
         self._engine = engine
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self._unfinished = set(range(sampling.n))
@@ -209,7 +210,7 @@ class FakeEngine:
 
     def _fail_live(self) -> None:
         for stream in list(self.live.values()):
-            stream.fail()
+            stream.loop.call_soon_threadsafe(stream.fail)
 
 
 def byte_tokenizer(*, bos: bool = False) -> Tokenizer:

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import uvicorn
 
@@ -21,11 +22,14 @@ from jaxserve.server.slot import ServiceSlot
 
 logger = logging.getLogger(__name__)
 
+ResultT = TypeVar("ResultT")
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CUT_SHORT = 3  # the shutdown timeout ran out, and answers were ended with an error
 
 _POLL_SECONDS = 0.2  # how soon a failure of the engine is noticed
+_STOP_SECONDS = 10.0  # what the engine gets to end its current step
 _FLUSH_SECONDS = 2.0  # what error events get to reach their clients
 
 
@@ -54,7 +58,7 @@ def run(load: Callable[[], OpenAIService], config: ServerConfig) -> int:
     process = _Process(load, config, listener)
     with listener, asyncio.Runner(loop_factory=process.uvicorn_config.get_loop_factory()) as runner:
         exit_code = runner.run(process.serve())
-    if process.is_loading:
+    if process.is_stuck:
         # A compilation cannot be interrupted, and a thread inside one may crash an interpreter that ends around it.
         logging.shutdown()
         sys.stdout.flush()
@@ -94,12 +98,14 @@ class _Process:
             create_app(self._slot, config), log_config=None, lifespan="off", ws="none", server_header=False
         )
         self._server = _Server(self.uvicorn_config)
-        self._loader = _Loader(load)
+        self._load = load
+        self._calls: list[_ThreadCall[Any]] = []
         self._stop = asyncio.Event()
 
     @property
-    def is_loading(self) -> bool:
-        return self._loader.is_alive()
+    def is_stuck(self) -> bool:
+        """Whether a thread still loads, or waits for an engine that does not stop."""
+        return any(call.is_alive() for call in self._calls)
 
     async def serve(self) -> int:
         loop = asyncio.get_running_loop()
@@ -114,17 +120,17 @@ class _Process:
             self._server.should_exit = True
             await serving
             if self._slot.service is not None:
-                self._slot.service.close()
+                await self._call_in_time(self._slot.service.close)
 
     async def _load_and_watch(self) -> int:
-        self._loader.start(asyncio.get_running_loop())
+        loading = self._call(self._load)
         stopped = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait({stopped, self._loader.result}, return_when=asyncio.FIRST_COMPLETED)
-            if not self._loader.result.done():
+            await asyncio.wait({stopped, loading.result}, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.result.done():
                 logger.info("stopped before the model was loaded")
                 return EXIT_OK
-            self._slot.fill(self._loader.result.result())
+            self._slot.fill(loading.result.result())
             return await self._watch(self._slot.loaded(), stopped)
         finally:
             stopped.cancel()
@@ -148,9 +154,24 @@ class _Process:
         if drained and await self._finish_responses(max(deadline - asyncio.get_running_loop().time(), 0.1)):
             return EXIT_FAILED if service.engine.failure is not None else EXIT_OK
         logger.warning("shutdown timeout of %g s is over: ending the answers that still run", timeout)
-        service.engine.shutdown()
+        await self._call_in_time(service.engine.shutdown)
         await self._finish_responses(_FLUSH_SECONDS)
         return EXIT_CUT_SHORT
+
+    def _call(self, work: Callable[[], ResultT]) -> _ThreadCall[ResultT]:
+        call = _ThreadCall(work)
+        self._calls.append(call)
+        return call
+
+    async def _call_in_time(self, work: Callable[[], object]) -> None:
+        """Calls it in a thread, since it may wait for a device that never answers; goes on without it after a while."""
+        call = self._call(work)
+        done, _ = await asyncio.wait({call.result}, timeout=_STOP_SECONDS)
+        if not done:
+            logger.error("the engine does not stop within %g s; going on without it", _STOP_SECONDS)
+            call.result.cancel()
+        else:
+            call.result.result()
 
     async def _finish_responses(self, timeout: float) -> bool:
         """Waits until every request was answered; False if that takes longer than `timeout` seconds."""
@@ -171,39 +192,26 @@ class _Process:
         self._stop.set()
 
 
-class _Loader:
-    """Runs `load` in a thread of its own: one that the interpreter does not wait for."""
+class _ThreadCall(Generic[ResultT]):
+    """Runs `work` in a thread of its own: one that the interpreter does not wait for."""
 
-    def __init__(self, load: Callable[[], OpenAIService]) -> None:
-        self._load = load
-        self._thread: threading.Thread | None = None
-        self.result: asyncio.Future[OpenAIService]
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.result = loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(loop,), name="jaxserve-load", daemon=True)
+    def __init__(self, work: Callable[[], ResultT]) -> None:
+        self.result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="jaxserve-call", daemon=True)
         self._thread.start()
 
     def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_alive()
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(self) -> None:
         try:
-            service = self._load()
+            result = self._work()
         except Exception as error:
-            _call_soon(loop, self._set, None, error)
+            self._report(self.result.set_exception, error)
         else:
-            _call_soon(loop, self._set, service, None)
+            self._report(self.result.set_result, result)
 
-    def _set(self, service: OpenAIService | None, error: Exception | None) -> None:
-        if self.result.done():
-            return
-        if service is not None:
-            self.result.set_result(service)
-        elif error is not None:
-            self.result.set_exception(error)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: the process was stopped meanwhile
-        loop.call_soon_threadsafe(callback, *args)
+    def _report(self, setter: Callable[[Any], None], value: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process was stopped meanwhile
+            self.result.get_loop().call_soon_threadsafe(lambda: None if self.result.done() else setter(value))

@@ -16,13 +16,21 @@ from tests.fakes import FakeEngine, endless, fake_service
 
 @dataclass(frozen=True)
 class Options:
-    """Attributes: port: 0 for any. load: "at once", "never", "fail". fail_after: tokens until the engine fails."""
+    """What the process is to go through.
+
+    Attributes:
+        port: 0 for any free one.
+        load: "at once", "never" or "fail".
+        fail_after: tokens after which the engine fails.
+        stuck: the engine does not come back when it is told to stop.
+    """
 
     port: int = 0
     load: str = "at once"
     shutdown_timeout: float = 30.0
     token_delay: float = 0.02
     fail_after: int | None = None
+    stuck: bool = False
 
 
 def load(options: Options) -> OpenAIService:
@@ -30,9 +38,12 @@ def load(options: Options) -> OpenAIService:
         threading.Event().wait()
     if options.load == "fail":
         raise RuntimeError("the checkpoint is corrupt: fetch it again")
-    return fake_service(
-        FakeEngine(endless, token_delay=options.token_delay, fail_after=options.fail_after, max_model_len=1_000_000)
+    engine = FakeEngine(
+        endless, token_delay=options.token_delay, fail_after=options.fail_after, max_model_len=1_000_000
     )
+    if options.stuck:
+        engine.shutdown = threading.Event().wait  # type: ignore[assignment]
+    return fake_service(engine)
 
 
 def main() -> None:

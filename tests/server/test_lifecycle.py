@@ -135,3 +135,11 @@ def test_failed_engine_ends_the_process(tmp_path: Path) -> None:
         assert server.exit_code() == 1
         assert "the engine failed" in server.log
     assert set(events(stream.text)[-1]) == {"error"}
+
+
+def test_engine_that_does_not_stop_is_left_behind(tmp_path: Path) -> None:
+    with fake_server(tmp_path, stuck=True) as server:
+        server.wait_ready()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code(seconds=20) == 0
+        assert "does not stop" in server.log
