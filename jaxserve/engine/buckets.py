@@ -69,10 +69,11 @@ def make_buckets(
     """
     smallest_prefill = min(_SMALLEST_PREFILL_OF_FEW if few_programs else _SMALLEST_PREFILL, max_num_batched_tokens)
     decode_rows = _growing(1, max_num_seqs, 2)
-    most_rows = max_num_seqs - 1 + max_prefill_rows
+    mixed_decode_rows = _mixed_decode_rows(max_num_seqs, few_programs)
+    most_rows = max(max_num_seqs, mixed_decode_rows[-1] + max_prefill_rows)
     return Buckets(
         decode_rows=decode_rows,
-        mixed_decode_rows=_mixed_decode_rows(max_num_seqs, few_programs),
+        mixed_decode_rows=mixed_decode_rows,
         prefill_tokens=_growing(smallest_prefill, max_num_batched_tokens, 4 if few_programs else 2),
         prefill_rows=max_prefill_rows,
         sample_rows=tuple(sorted({1, most_rows}))
@@ -83,8 +84,10 @@ def make_buckets(
 
 def _mixed_decode_rows(max_num_seqs: int, few_programs: bool) -> tuple[int, ...]:
     most = max_num_seqs - 1  # one slot at least prefills
-    sizes = {0, most} if few_programs else {0, min(16, most), most}
-    return tuple(sorted(sizes))
+    if few_programs:
+        return tuple(sorted({0, most}))
+    # Multiples of eight: the prefill rows that follow must start where kernels may read from, at multiples of 256 bytes.
+    return tuple(sorted({0, min(16, -(-most // 8) * 8), -(-most // 8) * 8}))
 
 
 def _growing(first: int, last: int, factor: int) -> tuple[int, ...]:

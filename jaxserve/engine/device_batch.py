@@ -16,6 +16,8 @@ from jaxtyping import Array
 
 from jaxserve.engine.schedule import ScheduledBatch
 
+_ALIGNMENT = 64  # int32 elements: 256 bytes
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -64,28 +66,42 @@ def field_shapes(bucket: Bucket, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _offsets(bucket: Bucket, sizes: Sizes) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+    """Offset and shape of each field, and the length of the whole vector.
+
+    Every field begins at a multiple of 256 bytes: XLA hands kernels views into the vector, which must be so aligned.
+    """
+    places: dict[str, tuple[int, tuple[int, ...]]] = {}
+    offset = 0
+    for name, shape in field_shapes(bucket, sizes).items():
+        places[name] = offset, shape
+        offset += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+    return places, offset
+
+
 def packed_size(bucket: Bucket, sizes: Sizes) -> int:
-    return sum(math.prod(shape) for shape in field_shapes(bucket, sizes).values())
+    return _offsets(bucket, sizes)[1]
+
+
+def views(packed: np.ndarray, bucket: Bucket, sizes: Sizes) -> dict[str, np.ndarray]:
+    """The fields of a packed vector on the host, to be written."""
+    places, _ = _offsets(bucket, sizes)
+    return {name: packed[offset : offset + math.prod(shape)].reshape(shape) for name, (offset, shape) in places.items()}
 
 
 def pack(batch: ScheduledBatch, bucket: Bucket, sizes: Sizes) -> np.ndarray:
     """The step as one int32 vector [packed_size], padded to its bucket."""
     packed = np.zeros(packed_size(bucket, sizes), np.int32)
-    views: dict[str, np.ndarray] = {}
-    offset = 0
-    for name, shape in field_shapes(bucket, sizes).items():
-        size = math.prod(shape)
-        views[name] = packed[offset : offset + size].reshape(shape)
-        offset += size
-    _fill_decode(views, batch, sizes)
+    fields = views(packed, bucket, sizes)
+    _fill_decode(fields, batch, sizes)
     if bucket.prefill_rows:
-        _fill_prefill(views, batch, sizes)
+        _fill_prefill(fields, batch, sizes)
     return packed
 
 
-def _fill_decode(views: Mapping[str, np.ndarray], batch: ScheduledBatch, sizes: Sizes) -> None:
+def _fill_decode(fields: Mapping[str, np.ndarray], batch: ScheduledBatch, sizes: Sizes) -> None:
     count = len(batch.decode)
-    slots, indices = views["decode_slots"], views["decode_new_page_indices"]
+    slots, indices = fields["decode_slots"], fields["decode_new_page_indices"]
     slots[count:] = sizes.max_num_seqs
     indices[:] = sizes.pages_per_seq
     if count:
@@ -93,39 +109,37 @@ def _fill_decode(views: Mapping[str, np.ndarray], batch: ScheduledBatch, sizes: 
         for position, row in enumerate(batch.decode):
             if row.new_page >= 0:
                 indices[position] = row.new_page_index
-                views["decode_new_pages"][position] = row.new_page
+                fields["decode_new_pages"][position] = row.new_page
 
 
-def _fill_prefill(views: Mapping[str, np.ndarray], batch: ScheduledBatch, sizes: Sizes) -> None:
-    views["prefill_slots"][:] = sizes.max_num_seqs
-    starts = views["prefill_query_starts"]
-    tokens, floats = views["prefill_token_ids"], views["prefill_float_bits"].view(np.float32)
+def _fill_prefill(fields: Mapping[str, np.ndarray], batch: ScheduledBatch, sizes: Sizes) -> None:
+    fields["prefill_slots"][:] = sizes.max_num_seqs
+    starts = fields["prefill_query_starts"]
+    tokens, floats = fields["prefill_token_ids"], fields["prefill_float_bits"].view(np.float32)
     end = 0
     for row, chunk in enumerate(batch.prefill):
         sampling = chunk.sequence.request.sampling
         tokens[end : end + len(chunk.token_ids)] = chunk.token_ids
         end += len(chunk.token_ids)
         starts[row + 1] = end
-        views["prefill_starts"][row] = chunk.start
-        views["prefill_slots"][row] = chunk.slot
-        views["prefill_samples"][row] = chunk.samples
-        views["prefill_output_indices"][row] = chunk.output_index
-        views["prefill_seeds"][row] = np.array([chunk.sequence.seed], np.uint64).view(np.int32)
-        views["prefill_top_k"][row] = min(max(sampling.top_k, 0), np.iinfo(np.int32).max)
+        fields["prefill_starts"][row] = chunk.start
+        fields["prefill_slots"][row] = chunk.slot
+        fields["prefill_samples"][row] = chunk.samples
+        fields["prefill_output_indices"][row] = chunk.output_index
+        fields["prefill_seeds"][row] = np.array([chunk.sequence.seed], np.uint64).view(np.int32)
+        fields["prefill_top_k"][row] = min(max(sampling.top_k, 0), np.iinfo(np.int32).max)
         floats[row] = (sampling.temperature, sampling.top_p, sampling.min_p)
-        views["prefill_page_table"][row, : len(chunk.pages)] = chunk.pages
+        fields["prefill_page_table"][row, : len(chunk.pages)] = chunk.pages
     starts[len(batch.prefill) + 1 :] = end
 
 
 def unpack(packed: Array, bucket: Bucket, sizes: Sizes) -> dict[str, Array]:
     """Inverse of `pack`, inside jit: each field at its static offset."""
-    fields: dict[str, Array] = {}
-    offset = 0
-    for name, shape in field_shapes(bucket, sizes).items():
-        size = math.prod(shape)
-        fields[name] = lax.slice(packed, (offset,), (offset + size,)).reshape(shape)
-        offset += size
-    return fields
+    places, _ = _offsets(bucket, sizes)
+    return {
+        name: lax.slice(packed, (offset,), (offset + math.prod(shape),)).reshape(shape)
+        for name, (offset, shape) in places.items()
+    }
 
 
 def as_float(bits: Array) -> Array:

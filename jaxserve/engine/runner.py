@@ -93,7 +93,7 @@ class ModelRunner:
             program_folder, mesh.devices.flat[0], f"{config} {sizes} {dict(mesh.shape)} {dtype}"
         )
         self._vocab_size = config.vocab_size
-        self._cache = _zero_cache(config, sizes, mesh, cache_dtype)
+        self._cache = zero_cache(config, sizes, mesh, cache_dtype)
         self._state: DecodeState = jax.device_put(empty_state(sizes), self._replicated)
         self._forward: dict[Bucket, ForwardExecutor] = {}
         self._sample: dict[tuple[int, SamplingMode], Any] = {}
@@ -168,7 +168,7 @@ class ModelRunner:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
 
 
-def _zero_cache(config: ModelConfig, sizes: Sizes, mesh: Mesh, dtype: jnp.dtype) -> KVCache:
+def zero_cache(config: ModelConfig, sizes: Sizes, mesh: Mesh, dtype: jnp.dtype) -> KVCache:
     specs = kv_cache_specs(config, sizes.num_pages, sizes.page_size)
     shardings = named_shardings(specs, mesh)
 

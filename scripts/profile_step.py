@@ -1,0 +1,175 @@
+"""Times the device's part of steps with random weights, and says which kernels the time goes to.
+
+    python scripts/profile_step.py llama-3-8b --decode 1,64 --context 400 --prefill 256 --output DIR
+
+Each step is launched over and over without waiting, as the engine does, so that the time is the device's. The table of
+kernels comes from a trace of a few steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.bench.floor import step_floor_ms
+from jaxserve.config import EngineConfig
+from jaxserve.engine.build import make_engine_mesh, resolve_dtype
+from jaxserve.engine.decode_state import empty_state
+from jaxserve.engine.device_batch import Bucket, Sizes, packed_size, views
+from jaxserve.engine.programs import ProgramFactory
+from jaxserve.engine.runner import zero_cache
+from jaxserve.models.params import init_params, param_specs
+from jaxserve.models.presets import preset_config
+from jaxserve.sharding.placement import named_shardings, replicated
+
+PAGE_SIZE = 16
+PREFILL_ROWS = 16
+
+
+def packed_step(bucket: Bucket, sizes: Sizes, context: int) -> np.ndarray:
+    """A step with every decode row live, and as many chunks of about 229 tokens as fill the bucket's prefill part."""
+    pages_per_row = -(-(context + 64) // PAGE_SIZE)
+    packed = np.zeros(packed_size(bucket, sizes), np.int32)
+    fields = views(packed, bucket, sizes)
+    fields["decode_slots"][:] = np.arange(bucket.decode_rows)
+    fields["decode_new_page_indices"][:] = sizes.pages_per_seq
+    if bucket.prefill_rows:
+        rows = max(1, min(bucket.prefill_rows, bucket.prefill_tokens // 229))
+        starts = np.linspace(0, bucket.prefill_tokens, rows + 1).astype(np.int32)
+        fields["prefill_query_starts"][: rows + 1] = starts
+        fields["prefill_query_starts"][rows + 1 :] = bucket.prefill_tokens
+        fields["prefill_slots"][:] = sizes.max_num_seqs
+        first_page = bucket.decode_rows * pages_per_row
+        for row in range(rows):
+            fields["prefill_page_table"][row] = (
+                first_page + row * 256 + np.arange(sizes.pages_per_seq)
+            ) % sizes.num_pages
+    return packed
+
+
+def kernel_table(folder: str, steps: int, most: int) -> str:
+    """Kernels of a trace by their time in one step."""
+    paths = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+    times: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for path in paths:
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    times[event.name] += event.duration_ns
+                    counts[event.name] += 1
+    lines = [f"{'us a step':>10}  {'a step':>7}  kernel"]
+    for name, total in sorted(times.items(), key=lambda item: -item[1])[:most]:
+        lines.append(f"{total / steps / 1e3:10.1f}  {counts[name] / steps:7.1f}  {name[:90]}")
+    lines.append(f"{sum(times.values()) / steps / 1e3:10.1f}  {sum(counts.values()) / steps:7.1f}  all")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--decode", default="1,64")
+    parser.add_argument("--prefill", default="")
+    parser.add_argument("--context", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--num-pages", type=int, default=8192)
+    parser.add_argument("--kernels", type=int, default=14)
+    parser.add_argument("--output", default="/tmp/profile_step")
+    options = parser.parse_args()
+    config = preset_config(options.model)
+    mesh = make_engine_mesh(EngineConfig())
+    dtype = resolve_dtype(EngineConfig(), mesh)
+    sizes = Sizes(64, 512, options.num_pages, PAGE_SIZE)
+    factory = ProgramFactory(config, sizes, mesh)
+    started = time.perf_counter()
+    params = init_params(config, 0, dtype, named_shardings(param_specs(config), mesh))
+    cache = jax.tree.map(lambda pages: pages + jnp.ones((), pages.dtype), zero_cache(config, sizes, mesh, dtype))
+    jax.block_until_ready((params, cache))
+    print(f"weights and cache made in {time.perf_counter() - started:.1f} s", flush=True)
+    buckets = [Bucket(int(rows), 0, 0) for rows in options.decode.split(",") if rows]
+    for part in options.prefill.split(","):
+        if part:
+            tokens, _, rows = part.partition("+")
+            buckets.append(Bucket(int(rows or 0), PREFILL_ROWS, int(tokens)))
+    for bucket in buckets:
+        cache = measure(options, config, factory, sizes, mesh, dtype, params, cache, bucket)
+
+
+def measure(
+    options: argparse.Namespace,
+    config: Any,
+    factory: ProgramFactory,
+    sizes: Sizes,
+    mesh: Any,
+    dtype: Any,
+    params: Any,
+    cache: Any,
+    bucket: Bucket,
+) -> Any:
+    place = replicated(mesh)
+    pages_per_row = -(-(options.context + 64) // PAGE_SIZE)
+    table = (np.arange(64)[:, None] * pages_per_row + np.arange(sizes.pages_per_seq)[None]) % sizes.num_pages
+    state = replace(
+        empty_state(sizes),
+        kv_lens=jnp.full((64,), options.context - options.rounds // 2, jnp.int32),
+        page_table=jnp.asarray(table, jnp.int32),
+    )
+    state = jax.device_put(state, place)
+    packed = jax.device_put(packed_step(bucket, sizes, options.context), place)
+    started = time.perf_counter()
+    lowered = jax.jit(factory.forward(bucket, bucket.rows), donate_argnums=(1, 2)).lower(params, cache, state, packed)
+    traced = time.perf_counter()
+    forward = lowered.compile()
+    compiled = time.perf_counter()
+    sample = jax.jit(factory.sample("greedy"), donate_argnums=(0,))
+
+    def steps(count: int, cache: Any, state: Any) -> tuple[Any, Any]:
+        for _ in range(count):
+            result = forward(params, cache, state, packed)
+            cache, (state, tokens) = result.cache, sample(result.state, result.logits, result.slots)
+        jax.block_until_ready(tokens)
+        return cache, state
+
+    cache, state = steps(3, cache, state)
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        cache, state = steps(options.rounds // 3, cache, state)
+        times.append((time.perf_counter() - began) / (options.rounds // 3) * 1e3)
+    floor = step_floor_ms(
+        config,
+        dtype,
+        mesh.devices.flat[0].device_kind,
+        batch=bucket.decode_rows,
+        context=options.context,
+        num_devices=1,
+    )
+    print(
+        f"{bucket}: {min(times):.2f} ms a step (floor {floor or 0:.2f}), traced {traced - started:.1f} s, "
+        f"compiled {compiled - traced:.1f} s",
+        flush=True,
+    )
+    if options.kernels:
+        folder = f"{options.output}/{bucket.decode_rows}_{bucket.prefill_tokens}"
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with jax.profiler.trace(folder):
+            cache, state = steps(4, cache, state)
+        print(kernel_table(folder, 4, options.kernels), flush=True)
+    return cache
+
+
+if __name__ == "__main__":
+    main()
