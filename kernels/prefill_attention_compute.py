@@ -49,7 +49,7 @@ def compute_tile(
             _attend, q_rows=q_smem.at[rows], scales_ref=scales_ref, tile=tile, options=options, k_smem=k_smem,
             v_smem=v_smem, k_ready=k_ready, v_ready=v_ready, k_free=k_free, v_free=v_free,
         )  # fmt: skip
-        store(pl.run_scoped(attend, plgpu.ACC(shape, jnp.float32)))
+        store(pl.run_scoped(attend, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)))
 
     @pl.when(end_block == first_block)
     def _():
@@ -84,7 +84,7 @@ def _attend(
         return scores_ref[...]
 
     plgpu.barrier_wait(k_ready.at[0])
-    scores = pl.run_scoped(first_product, plgpu.ACC((WARPGROUP_ROWS, kv_block), jnp.float32))
+    scores = pl.run_scoped(first_product, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, kv_block), jnp.float32))
     plgpu.barrier_arrive(k_free.at[0])
     scores = finish_scores(scores, first_block, masked=True)
     weights, maximum, total, _ = _softmax_step(scores, _row_vector(_LOWEST_MAXIMUM), _row_vector(0.0), factor, dtype)
@@ -103,7 +103,7 @@ def _attend(
             plgpu.wgmma(scores_ref, q_rows, k_smem.at[stage].transpose((1, 0)))
             return scores_ref[...]
 
-        scores = pl.run_scoped(products, plgpu.ACC((WARPGROUP_ROWS, kv_block), jnp.float32))
+        scores = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, kv_block), jnp.float32))
         plgpu.barrier_arrive(v_free.at[previous])
         plgpu.barrier_arrive(k_free.at[stage])
         scores = finish_scores(scores, block, masked)
@@ -178,7 +178,7 @@ def _clear_unseen(v_block_ref, block: Array, tile: Tile) -> None:
         def _(first_row=first_row, position=position):
             for column in range(0, head_dim, columns):
                 part = v_block_ref.at[pl.ds(first_row, WARPGROUP_ROWS), pl.ds(column, columns)]
-                values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+                values = plgpu.load(part, layout=plgpu.Layout.WGMMA)  # pyright: ignore[reportCallIssue] (jax 0.10)
                 positions = position + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
                 seen = (positions >= tile.first_visible) & (positions < tile.end_visible)
                 part[...] = jnp.where(seen, values, jnp.zeros((), values.dtype))
@@ -236,7 +236,8 @@ def _store(out: Array, *, out_ref, tile: Tile, options: Options, tiled_smem, pla
 
 def _store_plain(smem, values: Array) -> None:
     """Store to shared memory that is laid out row by row, which costs bank conflicts."""
-    if hasattr(plgpu, "store"):  # jax 0.12 wants to hear that these are meant
-        plgpu.store(smem, values, optimized=False)
-    else:
+    store = getattr(plgpu, "store", None)
+    if store is None:
         smem[...] = values
+    else:  # jax 0.12 wants to hear that the conflicts are meant
+        store(smem, values, optimized=False)

@@ -113,7 +113,8 @@ def _widen(raw_block, wide_block) -> None:
     for row in range(0, kv_block, 64):
         for column in range(0, head_dim, columns):
             part = pl.ds(row, 64), pl.ds(column, columns)
-            values = plgpu.load(raw_block.at[part], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+            raw_part = raw_block.at[part]
+            values = plgpu.load(raw_part, layout=plgpu.Layout.WGMMA_UPCAST_2X)  # pyright: ignore[reportCallIssue] (jax 0.10)
             wide_block.at[part][...] = values.astype(wide_block.dtype)
     plgpu.commit_smem()
 
