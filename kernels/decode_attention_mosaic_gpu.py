@@ -184,7 +184,7 @@ def _attend_block(problem: Problem, segment, pair, queries, score_scale, smem, b
             plgpu.wgmma(acc_ref, left, right)
             return acc_ref[...]
 
-        return pl.run_scoped(body, plgpu.ACC((TILE_M, columns), jnp.float32))
+        return pl.run_scoped(body, plgpu.WGMMAAccumulatorRef((TILE_M, columns), jnp.float32))
 
     plgpu.barrier_wait(barriers["k"].at[slot])
     keys = smem["k"].at[slot]
@@ -288,7 +288,8 @@ def _attend(problem: Problem, worker, pair, inputs, outputs, smem, barriers):
 def _transforms(head_dim: int, dtype) -> tuple:
     bits = jnp.finfo(dtype).bits
     swizzle = plgpu.find_swizzle(head_dim * bits)
-    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
+    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 def _scratch(problem: Problem) -> tuple[dict, dict]:
