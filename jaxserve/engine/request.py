@@ -26,6 +26,20 @@ class Request:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probabilities where one token stands: float32 log-softmax of the raw logits, whatever the sampling is set to.
+
+    Attributes:
+        logprob: of the token that stands there.
+        top: (token id, log probability) of the most likely ones, as many as were asked for, most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """New tokens of one choice of a request, as one step produced them.
 
@@ -35,6 +49,9 @@ class RequestOutput:
         finish_reason: None while the choice goes on. "stop": an end-of-text or stop token; "length": max_tokens or context.
         stop_token_id: the token that ended it, if one did.
         error: message, with finish_reason "error".
+        logprobs: of each of `token_ids`, if asked for.
+        prompt_logprobs: of each prompt token, if asked for; the first is None, for nothing stands before it. Comes once,
+            with the first output of choice 0.
     """
 
     request_id: str
@@ -44,6 +61,8 @@ class RequestOutput:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class RequestError(ValueError):
