@@ -127,6 +127,7 @@ def prefill_attention_mosaic_gpu(
         grid_names=("tile", "heads"),
         num_threads=config.compute_warpgroups + 1,
         thread_name="warpgroup",
+        kernel_name="prefill_attention",
         scratch_types=_scratch_types(config, tile_heads, head_dim, k_pages.shape[2], q.dtype, k_pages.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
