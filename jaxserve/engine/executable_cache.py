@@ -13,7 +13,7 @@ import pickle
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,14 @@ class ExecutableCache:
 
     Args:
         folder: None: nothing is kept.
+        devices: that the programs run on, which may be a part of what the machine has.
         context: whatever decides what the programs are, apart from source, versions, device and flags.
     """
 
-    def __init__(self, folder: Path | None, device: jax.Device, context: str) -> None:  # pyright: ignore[reportInvalidTypeForm]
+    def __init__(self, folder: Path | None, devices: Sequence[jax.Device], context: str) -> None:  # pyright: ignore[reportInvalidTypeForm]
+        device = devices[0]
         self._folder = folder
+        self._devices = tuple(devices)
         self._context = "\n".join(
             [
                 context,
@@ -54,7 +57,7 @@ class ExecutableCache:
         """The compiled program called `name`: from disk, or traced and compiled now and kept."""
         path = self._path(name)
         if path is not None:
-            loaded = _load(path)
+            loaded = _load(path, self._devices)
             if loaded is not None:
                 return loaded
         compiled = lower().compile()
@@ -78,14 +81,16 @@ class ExecutableCache:
         return self._folder / f"{digest}.executable"
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, devices: Sequence[jax.Device]) -> Any:  # pyright: ignore[reportInvalidTypeForm]
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
     try:
         os.utime(path)
-        return serialize_executable.deserialize_and_load(*pickle.loads(data))
+        return serialize_executable.deserialize_and_load(
+            *pickle.loads(data), backend=devices[0].client, execution_devices=devices
+        )
     except Exception as error:  # a cut file, or one that this build of XLA does not take: it is only a cache
         logger.warning("the compiled program in %s cannot be used and is made anew: %s", path, error)
         return None

@@ -90,7 +90,7 @@ class ModelRunner:
         self._factory = ProgramFactory(config, sizes, mesh)
         dtype = params.final_norm.dtype, params.embedding.dtype, cache_dtype
         self._programs = ExecutableCache(
-            program_folder, mesh.devices.flat[0], f"{config} {sizes} {dict(mesh.shape)} {dtype}"
+            program_folder, tuple(mesh.devices.flat), f"{config} {sizes} {dict(mesh.shape)} {dtype}"
         )
         self._vocab_size = config.vocab_size
         self._cache = zero_cache(config, sizes, mesh, cache_dtype)

@@ -1,0 +1,69 @@
+"""Programs that one start compiled and the next one loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.engine.executable_cache import ExecutableCache
+
+
+class Program:
+    """Doubles a vector on some of the machine's devices; counts how often it was traced."""
+
+    def __init__(self, num_devices: int) -> None:
+        self.devices = jax.devices()[:num_devices]
+        self.sharding = NamedSharding(Mesh(np.asarray(self.devices), ("tp",)), PartitionSpec("tp"))
+        self.traces = 0
+
+    def lower(self) -> jax.stages.Lowered:
+        self.traces += 1
+        return jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=self.sharding))
+
+    def check(self, compiled: Any) -> None:
+        result = compiled(jax.device_put(np.arange(8, dtype=np.float32), self.sharding))
+        assert result.sharding.device_set == set(self.devices)
+        np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(8))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_a_second_start_loads_for_the_devices_in_use(tmp_path: Path, num_devices: int) -> None:
+    program = Program(num_devices)
+    for _ in range(2):
+        programs = ExecutableCache(tmp_path, program.devices, "context")
+        program.check(programs.load_or_compile("double", program.lower))
+    assert program.traces == 1
+
+
+def test_another_context_or_name_compiles_anew(tmp_path: Path) -> None:
+    program = Program(1)
+    for context, name in (("a", "one"), ("b", "one"), ("a", "two")):
+        ExecutableCache(tmp_path, program.devices, context).load_or_compile(name, program.lower)
+    assert program.traces == 3
+
+
+def test_a_damaged_file_is_told_and_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    program = Program(1)
+    programs = ExecutableCache(tmp_path, program.devices, "context")
+    programs.load_or_compile("double", program.lower)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    program.check(programs.load_or_compile("double", program.lower))
+    assert f"{file} cannot be used" in caplog.text
+    program.check(programs.load_or_compile("double", program.lower))
+    assert program.traces == 2
+
+
+def test_without_a_folder_nothing_is_kept() -> None:
+    program = Program(1)
+    programs = ExecutableCache(None, program.devices, "context")
+    for _ in range(2):
+        program.check(programs.load_or_compile("double", program.lower))
+    programs.remove_unused()
+    assert program.traces == 2
