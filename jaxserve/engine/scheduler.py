@@ -141,11 +141,11 @@ class Scheduler:
                 continue
             page, page_index = -1, -1
             if sequence.num_computed == len(sequence.pages) * self.limits.page_size:
-                pages = self._allocate_or_preempt(1, sequence)
+                pages = self._allocate_or_preempt(sequence)
                 if pages is None:
                     continue
                 page, page_index = pages[0], len(sequence.pages)
-                sequence.pages.append(page)
+                sequence.pages += pages
             rows.append(DecodeRow(sequence, sequence.slot, page, page_index))
             sequence.num_computed += 1
             sequence.num_in_flight += 1
@@ -174,10 +174,8 @@ class Scheduler:
         missing = self.limits.pages_for(start + length) - len(sequence.pages)
         if missing > 0:
             pages = self.pages.allocate(missing)
-            if pages is None and not any(other.is_decoding for other in self.running):
-                # Nobody decodes, so that no page comes free by itself: the later prefills make room for the first.
-                pages = self._allocate_or_preempt(missing, sequence, spare=[chunk.sequence for chunk in chunks])
             if pages is None:
+                # Those who decode have grown into what was promised; admission made sure that it is enough once they end.
                 return 0
             sequence.pages += pages
         end = start + length
@@ -219,22 +217,18 @@ class Scheduler:
             self.num_prompt_tokens += sequence.num_prompt_tokens
         self.running.append(sequence)
 
-    def _allocate_or_preempt(
-        self, count: int, sequence: Sequence, spare: list[Sequence] | None = None
-    ) -> list[int] | None:
-        """Pages for a sequence, if need be of those admitted after it (last first, `spare` excepted).
+    def _allocate_or_preempt(self, sequence: Sequence) -> list[int] | None:
+        """A page for a sequence, if need be of those admitted after it, last first.
 
-        None: there are none; if `sequence` is itself the last, it is preempted.
+        None: there is none; `sequence` is itself the last, and is preempted.
         """
-        pages = self.pages.allocate(count)
+        pages = self.pages.allocate(1)
         while pages is None:
             victim = self.running[-1]
-            if spare and any(victim is other for other in spare):
-                return None
             self._preempt(victim)
             if victim is sequence:
                 return None
-            pages = self.pages.allocate(count)
+            pages = self.pages.allocate(1)
         return pages
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -265,16 +265,20 @@ def test_admission_leaves_those_who_run_a_page_to_grow() -> None:
     assert harness.scheduler.num_preemptions == 0
 
 
-def test_prefills_that_starve_each_other_make_room_for_the_first() -> None:
-    """Decoders grow into the pages that were counted on for prompts in the middle of their prefill."""
-    harness = Harness(make_limits(seqs=4, tokens=6, pages=14, page_size=2))
-    for seed in range(3):
-        harness.add(2, max_tokens=14, seed=seed)
-        harness.step()
-    harness.add(12, max_tokens=4)
-    harness.add(12, max_tokens=4)
+def test_prompts_wait_for_pages_that_decoders_grew_into() -> None:
+    """They are not preempted for it: the pages come back when the decoder ends."""
+    harness = Harness(make_limits(seqs=2, tokens=3, pages=9))
+    decoding = harness.add(2, max_tokens=13)
+    harness.step()
+    prompt = harness.add(24, max_tokens=4)
+    stalled = 0
+    while decoding not in harness.reasons:
+        batch = harness.step()
+        stalled += not batch.prefill
+    assert stalled > 0
     harness.run()
     harness.check_done()
+    assert harness.sequences[prompt].num_preemptions == 0
 
 
 def test_choices_of_one_request_are_sequences_of_their_own() -> None:
