@@ -52,6 +52,8 @@ class RequestOutput:
         logprobs: of each of `token_ids`, if asked for.
         prompt_logprobs: of each prompt token, if asked for; the first is None, for nothing stands before it. Comes once,
             with the first output of choice 0.
+        time: `time.monotonic()` seconds at which the engine had the tokens.
+        scheduled_time: the same clock, when the choice first got into a step; 0 if it never did.
     """
 
     request_id: str
@@ -63,6 +65,8 @@ class RequestOutput:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    time: float = 0.0
+    scheduled_time: float = 0.0
 
 
 class RequestError(ValueError):
