@@ -119,6 +119,8 @@ class EngineConfig:
         dtype: of weights and KV cache; "auto": float32 on CPU, bfloat16 elsewhere.
         seed: of requests that bring no seed of their own, and of dummy weights; None: drawn at random.
         max_num_queued_requests: requests that may wait; one more is refused.
+        max_num_queued_tokens: prompt tokens that may wait to be computed; a request that brings more is refused, unless
+            none wait. None: any number.
         load_format: "auto": weights from the checkpoint; "dummy": seeded random weights of a named architecture, for
             benchmarks.
     """
@@ -134,11 +136,13 @@ class EngineConfig:
     device: Device = "auto"
     tensor_parallel_size: int = 1
     max_num_queued_requests: int = 1024
+    max_num_queued_tokens: int | None = None
     load_format: LoadFormat = "auto"
 
     def __post_init__(self) -> None:
         for name in (
             "max_num_seqs", "max_num_batched_tokens", "page_size", "tensor_parallel_size", "max_model_len", "num_pages",
+            "max_num_queued_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:

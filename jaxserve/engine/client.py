@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, Request, RequestError, RequestOutput
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.stream import GenerationStream
 from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -45,43 +46,6 @@ class EngineStats:
     device_kind: str
 
 
-class GenerationStream(AsyncIterator[RequestOutput]):
-    """Outputs of one request as they come, all choices interleaved; ends when every choice has finished."""
-
-    def __init__(self, client: EngineClient, request_id: str, num_choices: int) -> None:
-        self.request_id = request_id
-        self._client = client
-        self._unfinished = num_choices
-        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-
-    def abort(self, index: int | None = None) -> None:
-        """Ends the request, or one choice: its last output has finish_reason "abort", unless it finished before."""
-        self._client.abort(self.request_id, index)
-
-    async def aclose(self) -> None:
-        """Aborts whatever still runs."""
-        if self._unfinished:
-            self._unfinished = 0
-            self.abort()
-
-    def deliver(self, output: RequestOutput) -> None:
-        """Called by the client on the stream's event loop."""
-        self._outputs.put_nowait(output)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
-
-    async def __anext__(self) -> RequestOutput:
-        if not self._unfinished:
-            raise StopAsyncIteration
-        output = await self._outputs.get()
-        if output.finish_reason is not None:
-            self._unfinished -= 1
-        return output
-
-
 class EngineClient:
     """Submits requests to the engine thread and brings their outputs back. Safe to use from any thread."""
 
@@ -106,6 +70,8 @@ class EngineClient:
         self._receivers: dict[str, GenerationStream | Callable[[RequestOutput], None]] = {}
         self._unfinished: dict[str, int] = {}
         self._num_live = 0  # choices that were submitted and have not finished
+        self._queued_tokens: dict[tuple[str, int], int] = {}  # prompt tokens of choices that brought nothing yet
+        self._num_queued_tokens = 0  # their sum
         self._draining = False
         self._stopped = False
         self._started_at = time.monotonic()
@@ -129,7 +95,7 @@ class EngineClient:
             EngineStoppedError: the engine drains, was shut down or failed.
         """
         request_id = self._new_id()
-        stream = GenerationStream(self, request_id, sampling.n)
+        stream = GenerationStream(request_id, sampling.n, self.abort)
         self._submit(request_id, prompt_token_ids, sampling, stream)
         return stream
 
@@ -208,22 +174,41 @@ class EngineClient:
         with self._lock:
             if not self.is_ready:
                 raise EngineStoppedError("the engine takes no new requests: it drains, was shut down, or failed")
-            limit = self.config.max_num_queued_requests + self._scheduler.limits.max_num_seqs
-            if self._num_live + sampling.n > limit and self._num_live:
-                raise QueueFullError(
-                    f"{self._num_live} sequences run or wait, of at most {limit}; try again later, or raise "
-                    "--max-num-queued-requests"
-                )
+            self._check_queue(len(prompt_token_ids), sampling.n)
             self._receivers[request_id] = receiver
             self._unfinished[request_id] = sampling.n
             self._num_live += sampling.n
+            self._num_queued_tokens += sampling.n * len(prompt_token_ids)
+            self._queued_tokens.update(((request_id, index), len(prompt_token_ids)) for index in range(sampling.n))
         self._loop.add(choices)
+
+    def _check_queue(self, num_prompt_tokens: int, num_choices: int) -> None:
+        """Under the lock: whether a request may wait. One that nothing stands before always may."""
+        limit = self.config.max_num_queued_requests + self._scheduler.limits.max_num_seqs
+        if self._num_live + num_choices > limit and self._num_live:
+            raise QueueFullError(
+                f"{self._num_live} sequences run or wait, of at most {limit}; try again later, or raise "
+                "--max-num-queued-requests"
+            )
+        limit_tokens = self.config.max_num_queued_tokens
+        if limit_tokens is None or not self._num_queued_tokens:
+            return
+        if self._num_queued_tokens + num_choices * num_prompt_tokens > limit_tokens:
+            raise QueueFullError(
+                f"{self._num_queued_tokens} prompt tokens wait, of at most {limit_tokens}, and this request brings "
+                f"{num_choices * num_prompt_tokens} more; try again later, or raise --max-num-queued-tokens"
+            )
 
     def _check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         vocab_size = self.model_config.vocab_size
         if not prompt_token_ids:
             raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
-        for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", sampling.stop_token_ids)):
+        biased = [token for token, _ in sampling.logit_bias]
+        for name, ids in (
+            ("prompt", prompt_token_ids),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", biased),
+        ):
             wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
             if wrong is not None:
                 raise RequestError(
@@ -269,8 +254,7 @@ class EngineClient:
             receiver = self._receivers.get(output.request_id)
             if receiver is None:
                 continue
-            if output.finish_reason is not None:
-                self._count_finished(output.request_id)
+            self._count(output)
             if isinstance(receiver, GenerationStream):
                 by_loop.setdefault(receiver.loop, []).append((receiver, output))
             else:
@@ -296,12 +280,17 @@ class EngineClient:
                 self._receivers[request_id] = _discard
         self.abort(request_id)
 
-    def _count_finished(self, request_id: str) -> None:
-        with self._lock:
-            self._num_live -= 1
-            self._unfinished[request_id] -= 1
-            if not self._unfinished[request_id]:
-                del self._unfinished[request_id], self._receivers[request_id]
+    def _count(self, output: RequestOutput) -> None:
+        request_id = output.request_id
+        if (request_id, output.index) in self._queued_tokens:
+            with self._lock:
+                self._num_queued_tokens -= self._queued_tokens.pop((request_id, output.index))
+        if output.finish_reason is not None:
+            with self._lock:
+                self._num_live -= 1
+                self._unfinished[request_id] -= 1
+                if not self._unfinished[request_id]:
+                    del self._unfinished[request_id], self._receivers[request_id]
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error

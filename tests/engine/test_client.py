@@ -229,6 +229,41 @@ def test_a_full_queue_refuses_and_takes_again() -> None:
         assert len(again.tokens()) == 3
 
 
+def test_too_many_prompt_tokens_that_wait_refuse() -> None:
+    gate = Gate()
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    with engine(make_limits(seqs=2), EngineConfig(max_num_queued_tokens=10), gate) as client:
+        received = [Collected() for _ in range(4)]
+        client.submit_with_callback((5,) * 12, sampling, received[0])  # nothing waits: it may be longer than the limit
+        with pytest.raises(QueueFullError, match=r"12 prompt tokens wait, of at most 10.* 3 more.*--max-num-queued-tokens"):
+            client.submit_with_callback(PROMPT, sampling, lambda output: None)
+        gate.opened.set()
+        assert len(received[0].tokens()) == 3
+        gate.opened.clear()
+        for one in received[1:]:
+            client.submit_with_callback(PROMPT, sampling, one)
+        with pytest.raises(QueueFullError):
+            client.submit_with_callback((5,), SamplingParams(n=2), lambda output: None)
+        client.submit_with_callback((5,), sampling, lambda output: None)  # the tenth
+        gate.opened.set()
+        assert [len(one.tokens()) for one in received[1:]] == [3] * 3
+
+
+def test_prompt_tokens_of_aborted_requests_wait_no_more() -> None:
+    gate = Gate()
+    with engine(make_limits(seqs=1), EngineConfig(max_num_queued_tokens=4), gate) as client:
+        first = client.submit_with_callback(PROMPT, SamplingParams(), lambda output: None)
+        gone = Collected()
+        second = client.submit_with_callback((5,), SamplingParams(), gone)
+        client.abort(second)
+        client.abort(first)
+        gate.opened.set()
+        assert gone.all()[-1].finish_reason == "abort"
+        again = Collected()
+        client.submit_with_callback((5,) * 4, SamplingParams(max_tokens=2, ignore_eos=True), again)
+        assert len(again.tokens()) == 2
+
+
 def test_an_aborted_stream_ends_and_frees_everything() -> None:
     async def ask(client: EngineClient) -> list[RequestOutput]:
         stream = client.submit(PROMPT, SamplingParams(ignore_eos=True, n=2))
