@@ -93,7 +93,7 @@ def main() -> None:
     mesh = make_engine_mesh(EngineConfig())
     dtype = resolve_dtype(EngineConfig(), mesh)
     sizes = Sizes(64, 512, options.num_pages, PAGE_SIZE)
-    factory = ProgramFactory(config, sizes, mesh)
+    factory = ProgramFactory(config, sizes, mesh, 2048)
     started = time.perf_counter()
     params = init_params(config, 0, dtype, named_shardings(param_specs(config), mesh))
     cache = jax.tree.map(lambda pages: pages + jnp.ones((), pages.dtype), zero_cache(config, sizes, mesh, dtype))

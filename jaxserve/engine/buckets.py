@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jaxserve.engine.device_batch import Bucket
 from jaxserve.engine.schedule import ScheduledBatch
+from jaxserve.models.sampling import SamplingMode
 
 _SMALLEST_PREFILL = 16
 _SMALLEST_PREFILL_OF_FEW = 32
@@ -21,6 +22,7 @@ class Buckets:
         prefill_tokens: of steps that prefill.
         prefill_rows: of steps that prefill; one size.
         sample_rows: rows of logits that sampling programs take; a forward pass pads its logits to one of these.
+        sampling_modes: kinds of sampling program, cheapest first; the last one serves everything.
     """
 
     decode_rows: tuple[int, ...]
@@ -28,6 +30,7 @@ class Buckets:
     prefill_tokens: tuple[int, ...]
     prefill_rows: int
     sample_rows: tuple[int, ...]
+    sampling_modes: tuple[SamplingMode, ...]
 
     def all(self) -> list[Bucket]:
         decode = [Bucket(rows, 0, 0) for rows in self.decode_rows]
@@ -79,6 +82,7 @@ def make_buckets(
         sample_rows=tuple(sorted({1, most_rows}))
         if few_programs
         else tuple(sorted({*decode_rows, max_prefill_rows, most_rows})),
+        sampling_modes=("greedy", "filtered", "full") if few_programs else ("greedy", "random", "filtered", "full"),
     )
 
 

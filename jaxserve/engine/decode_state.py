@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxserve.engine.device_batch import Bucket, Sizes, as_float, as_unsigned
 from jaxserve.models.batch import Batch
@@ -26,6 +26,7 @@ class DecodeState:
     top_p: Float[Array, " slots"]
     top_k: Int32[Array, " slots"]
     min_p: Float[Array, " slots"]
+    processed: Bool[Array, " slots"]  # whether penalties or biases change the slot's logits
 
 
 def empty_state(sizes: Sizes) -> DecodeState:
@@ -40,6 +41,7 @@ def empty_state(sizes: Sizes) -> DecodeState:
         top_p=jnp.ones((slots,), jnp.float32),
         top_k=jnp.zeros((slots,), jnp.int32),
         min_p=jnp.zeros((slots,), jnp.float32),
+        processed=jnp.zeros((slots,), jnp.bool_),
     )
 
 
@@ -107,6 +109,7 @@ def _take_prefill_rows(state: DecodeState, fields: dict[str, Array]) -> DecodeSt
         top_p=put(state.top_p, floats[:, 1]),
         min_p=put(state.min_p, floats[:, 2]),
         top_k=put(state.top_k, fields["prefill_top_k"]),
+        processed=put(state.processed, fields["prefill_processed"] == 1),
     )
 
 

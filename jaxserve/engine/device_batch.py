@@ -61,6 +61,7 @@ def field_shapes(bucket: Bucket, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         "prefill_output_indices": (rows,),
         "prefill_seeds": (rows, 2),
         "prefill_top_k": (rows,),
+        "prefill_processed": (rows,),  # 1: penalties or biases change the logits
         "prefill_float_bits": (rows, 3),  # temperature, top_p, min_p
         "prefill_page_table": (rows, sizes.pages_per_seq),
     }
@@ -128,6 +129,7 @@ def _fill_prefill(fields: Mapping[str, np.ndarray], batch: ScheduledBatch, sizes
         fields["prefill_output_indices"][row] = chunk.output_index
         fields["prefill_seeds"][row] = np.array([chunk.sequence.seed], np.uint64).view(np.int32)
         fields["prefill_top_k"][row] = min(max(sampling.top_k, 0), np.iinfo(np.int32).max)
+        fields["prefill_processed"][row] = sampling.changes_logits
         floats[row] = (sampling.temperature, sampling.top_p, sampling.min_p)
         fields["prefill_page_table"][row, : len(chunk.pages)] = chunk.pages
     starts[len(batch.prefill) + 1 :] = end

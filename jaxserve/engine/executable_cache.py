@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
+from jaxlib import version as jaxlib_version
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class ExecutableCache:
             [
                 context,
                 jax.__version__,
-                jaxlib.__version__,
+                jaxlib_version.__version__,
                 device.device_kind,
                 device.client.platform_version,
                 os.environ.get("XLA_FLAGS", ""),

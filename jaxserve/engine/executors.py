@@ -51,7 +51,8 @@ class LayerwiseForward:
         state, x, inputs = self._begin(outer, state, packed)
         for index, layer in zip(self._layer_indices, params.layers, strict=True):
             x, cache = self._layer(layer, index, x, cache, inputs)
-        return ForwardResult(cache=cache, state=state, logits=self._end(outer, x, inputs), slots=inputs.slots)
+        logits, hidden = self._end(outer, x, inputs)
+        return ForwardResult(cache=cache, state=state, logits=logits, slots=inputs.slots, hidden=hidden)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class ForwardCompiler:
         indices = tuple(jax.device_put(jnp.int32(index), placed) for index in range(len(self.params.layers)))
         begin = jax.jit(self.factory.begin(bucket, num_logits), donate_argnums=(1,))
         layer = jax.jit(self.factory.layer(), donate_argnums=(2, 3))
-        end = jax.jit(self.factory.end())
+        end = jax.jit(self.factory.end(bucket))
 
         def between() -> tuple[Any, Any]:
             """Hidden states and inputs as `begin` gives them."""

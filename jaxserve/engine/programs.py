@@ -9,20 +9,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.config import ModelConfig
 from jaxserve.engine.decode_state import DecodeState, begin_step, end_step, sampling_arrays
 from jaxserve.engine.device_batch import Bucket, Sizes, unpack
+from jaxserve.engine.processor_state import ProcessorState, count_tokens, rows_of, set_slot
 from jaxserve.models import llama
 from jaxserve.models.batch import Batch
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
+from jaxserve.models.logit_processors import Logprobs, process_logits, token_logprobs
 from jaxserve.models.params import LayerParams, LlamaParams, param_specs
 from jaxserve.models.sampling import SamplingMode, row_keys, sample
 from jaxserve.sharding.collectives import Collectives
 from jaxserve.sharding.mesh import TENSOR_AXIS
 from jaxserve.sharding.placement import partition_specs
+
+PROMPT_LOGPROBS_BLOCK = 64  # rows of logits that are made at a time for log probabilities of prompts
 
 _WHOLE = PartitionSpec()  # replicated
 
@@ -35,6 +40,9 @@ class ForwardResult:
     state: DecodeState
     logits: Float[Array, "rows vocab"]
     slots: Int32[Array, " rows"]  # slot that each row samples for; max_num_seqs: none
+    hidden: Float[
+        Array, "prefill_tokens hidden"
+    ]  # of the prefill tokens after the final norm, padded to the most there are
 
 
 @struct.dataclass
@@ -56,11 +64,13 @@ class ProgramFactory:
     config: ModelConfig
     sizes: Sizes
     mesh: Mesh
+    max_prefill_tokens: int
 
     def forward(self, bucket: Bucket, num_logits: int) -> Callable[..., ForwardResult]:
         """(params, cache, state, packed step) -> ForwardResult: the whole pass; cache and state may be donated.
 
         Args:
+            bucket: sizes of the step.
             num_logits: rows of logits, at least the bucket's; those beyond repeat the first token's and sample for no slot.
         """
 
@@ -70,10 +80,16 @@ class ProgramFactory:
                 params, cache, inputs.batch, config=self.config, collectives=self._collectives
             )
             scores = self._logits(params, hidden, inputs.logit_tokens)
-            return ForwardResult(cache=cache, state=state, logits=scores, slots=inputs.slots)
+            return ForwardResult(
+                cache=cache,
+                state=state,
+                logits=scores,
+                slots=inputs.slots,
+                hidden=self._prefill_hidden(hidden, bucket),
+            )
 
         specs = partition_specs(param_specs(self.config))
-        result = ForwardResult(cache=self._cache_specs, state=_WHOLE, logits=_WHOLE, slots=_WHOLE)  # pyright: ignore[reportArgumentType]
+        result = ForwardResult(cache=self._cache_specs, state=_WHOLE, logits=_WHOLE, slots=_WHOLE, hidden=_WHOLE)  # pyright: ignore[reportArgumentType]
         return self._shard_map(per_device, (specs, self._cache_specs, _WHOLE, _WHOLE), result)
 
     def begin(self, bucket: Bucket, num_logits: int) -> Callable[..., tuple[DecodeState, Array, StepInputs]]:
@@ -109,14 +125,30 @@ class ProgramFactory:
             per_device, (specs, _WHOLE, _WHOLE, self._cache_specs, _WHOLE), (_WHOLE, self._cache_specs)
         )
 
-    def end(self) -> Callable[..., Array]:
-        """(params without layers, hidden states, StepInputs) -> logits."""
+    def end(self, bucket: Bucket) -> Callable[..., tuple[Array, Array]]:
+        """(params without layers, hidden states, StepInputs) -> (logits, hidden states as in ForwardResult)."""
 
-        def per_device(params: LlamaParams, x: Array, inputs: StepInputs) -> Array:
-            return self._logits(params, llama.final_norm(params, x, config=self.config), inputs.logit_tokens)
+        def per_device(params: LlamaParams, x: Array, inputs: StepInputs) -> tuple[Array, Array]:
+            hidden = llama.final_norm(params, x, config=self.config)
+            return self._logits(params, hidden, inputs.logit_tokens), self._prefill_hidden(hidden, bucket)
 
         specs = without_layers(partition_specs(param_specs(self.config)))
         return self._shard_map(per_device, (specs, _WHOLE, _WHOLE), _WHOLE)
+
+    def prompt_logprobs(self) -> Callable[..., Logprobs]:
+        """(params without layers, hidden states of ForwardResult, next token of each, first row) -> Logprobs of a block.
+
+        The block is `PROMPT_LOGPROBS_BLOCK` rows from the first one on: one program serves every length.
+        """
+
+        def per_device(params: LlamaParams, hidden: Array, next_ids: Array, first: Array) -> Logprobs:
+            size = min(PROMPT_LOGPROBS_BLOCK, hidden.shape[0])
+            rows = lax.dynamic_slice_in_dim(hidden, first, size)
+            tokens = lax.dynamic_slice_in_dim(next_ids, first, size)
+            return token_logprobs(llama.logits(params, rows, collectives=self._collectives), tokens)
+
+        specs = without_layers(partition_specs(param_specs(self.config)))
+        return self._shard_map(per_device, (specs, _WHOLE, _WHOLE, _WHOLE), _WHOLE)
 
     def sample(
         self, mode: SamplingMode
@@ -130,6 +162,30 @@ class ProgramFactory:
                 return end_step(state, slots, tokens), tokens
 
         return self._shard_map(per_device, (_WHOLE, _WHOLE, _WHOLE), (_WHOLE, _WHOLE))
+
+    def sample_full(
+        self,
+    ) -> Callable[..., tuple[DecodeState, ProcessorState, Int32[Array, " rows"], Logprobs]]:
+        """(state, processors, logits, slots) -> (state, processors, tokens, Logprobs); the first two may be donated.
+
+        Serves every row, with penalties and biases or without; the log probabilities are of the raw logits.
+        """
+
+        def per_device(
+            state: DecodeState, processors: ProcessorState, logits: Array, slots: Array
+        ) -> tuple[DecodeState, ProcessorState, Array, Logprobs]:
+            with jax.named_scope("sample_full"):
+                params, seeds, counters = sampling_arrays(state, slots)
+                changed = process_logits(logits, rows_of(processors, state.processed, slots), counters)
+                tokens = sample(changed, params, row_keys(seeds, counters), mode="full")
+                logprobs = token_logprobs(logits, tokens)
+                return end_step(state, slots, tokens), count_tokens(processors, slots, tokens), tokens, logprobs
+
+        return self._shard_map(per_device, (_WHOLE,) * 4, (_WHOLE,) * 4)
+
+    def set_slot(self) -> Callable[..., ProcessorState]:
+        """(processors, fields of SlotProcessors) -> processors, which may be donated."""
+        return self._shard_map(set_slot, (_WHOLE,) * 9, _WHOLE)
 
     @property
     def _collectives(self) -> Collectives:
@@ -151,6 +207,11 @@ class ProgramFactory:
                 logit_tokens=jnp.pad(logit_tokens, padding),
                 slots=jnp.pad(slots, padding, constant_values=self.sizes.max_num_seqs),
             )
+
+    def _prefill_hidden(self, hidden: Array, bucket: Bucket) -> Array:
+        if bucket.prefill_rows == 0:
+            return hidden[:0]
+        return jnp.pad(hidden[bucket.decode_rows :], ((0, self.max_prefill_tokens - bucket.prefill_tokens), (0, 0)))
 
     def _logits(self, params: LlamaParams, hidden: Array, logit_tokens: Array) -> Array:
         rows = jnp.take(hidden, logit_tokens, axis=0, mode="clip")

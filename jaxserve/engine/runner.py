@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,9 +21,17 @@ from jaxserve.engine.decode_state import DecodeState, empty_state
 from jaxserve.engine.device_batch import Bucket, Sizes, pack
 from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.executors import ForwardCompiler, ForwardExecutor
-from jaxserve.engine.programs import ProgramFactory
-from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
+from jaxserve.engine.processor_state import (
+    ProcessorState,
+    empty_processors,
+    slot_processors,
+    slot_processors_like,
+)
+from jaxserve.engine.programs import PROMPT_LOGPROBS_BLOCK, ProgramFactory, without_layers
+from jaxserve.engine.schedule import LogprobRows, SampledTokens, ScheduledBatch
+from jaxserve.engine.sequence import Sequence
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
+from jaxserve.models.logit_processors import Logprobs
 from jaxserve.models.params import LlamaParams
 from jaxserve.models.sampling import SamplingMode
 from jaxserve.progress import Progress
@@ -31,7 +39,7 @@ from jaxserve.sharding.placement import named_shardings, replicated
 
 logger = logging.getLogger(__name__)
 
-_MODES: tuple[SamplingMode, ...] = ("greedy", "random", "filtered")
+_SAMPLING_COST: dict[SamplingMode, int] = {"greedy": 0, "random": 1, "filtered": 2, "full": 3}
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class PendingLogits:
     bucket: Bucket
     logits: jax.Array  # [rows, vocab]
     slots: jax.Array  # [rows]
+    hidden: jax.Array  # [prefill_tokens, hidden], for log probabilities of prompts
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class PendingTokens:
     batch: ScheduledBatch
     bucket: Bucket
     tokens: jax.Array  # [rows]
+    logprobs: Logprobs | None  # of the tokens, where a row wants them
+    prompt_logprobs: tuple[Logprobs, ...]  # of the prefill tokens, block by block, where a chunk wants them
 
 
 class Runner(Protocol):
@@ -87,7 +98,7 @@ class ModelRunner:
         self._buckets = buckets
         self._layerwise = layerwise
         self._replicated = replicated(mesh)
-        self._factory = ProgramFactory(config, sizes, mesh)
+        self._factory = ProgramFactory(config, sizes, mesh, buckets.prefill_tokens[-1])
         dtype = params.final_norm.dtype, params.embedding.dtype, cache_dtype
         self._programs = ExecutableCache(
             program_folder, tuple(mesh.devices.flat), f"{config} {sizes} {dict(mesh.shape)} {dtype}"
@@ -95,27 +106,39 @@ class ModelRunner:
         self._vocab_size = config.vocab_size
         self._cache = zero_cache(config, sizes, mesh, cache_dtype)
         self._state: DecodeState = jax.device_put(empty_state(sizes), self._replicated)
+        self._processors: ProcessorState = jax.device_put(
+            empty_processors(sizes.max_num_seqs, config.vocab_size), self._replicated
+        )
+        self._outer = without_layers(params)
+        self._hidden = self._like((buckets.prefill_tokens[-1], config.hidden_size), params.embedding.dtype)
         self._forward: dict[Bucket, ForwardExecutor] = {}
         self._sample: dict[tuple[int, SamplingMode], Any] = {}
+        self._set_slot: Any = None
+        self._prompt_logprobs: Any = None
 
     def warm_up(self, progress: Progress) -> None:
         """Compiles every program, in parallel; nothing is compiled after it."""
         buckets = self._buckets.all()
         sampling: list[tuple[int, SamplingMode]] = [
-            (rows, mode) for rows in self._buckets.sample_rows for mode in _MODES
+            (rows, mode) for rows in self._buckets.sample_rows for mode in self._buckets.sampling_modes
         ]
         with (
-            progress.task("compiling", len(buckets) + len(sampling), "programs") as advance,
+            progress.task("compiling", len(buckets) + len(sampling) + 2, "programs") as advance,
             ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
         ):
             forward = {pool.submit(self._compile_forward, bucket): bucket for bucket in buckets}
-            sample = {pool.submit(self._compile_sample, rows, mode): (rows, mode) for rows, mode in sampling}
-            for future in as_completed([*forward, *sample]):
+            sample: dict[Future[Any], tuple[int, SamplingMode]] = {
+                pool.submit(self._compile_sample, rows, mode): (rows, mode) for rows, mode in sampling
+            }
+            set_slot = pool.submit(self._compile_set_slot)
+            prompt_logprobs = pool.submit(self._compile_prompt_logprobs)
+            for future in as_completed([*forward, *sample, set_slot, prompt_logprobs]):
                 if future in forward:
                     self._forward[forward[future]] = future.result()
-                else:
+                elif future in sample:
                     self._sample[sample[future]] = future.result()
                 advance(1)
+            self._set_slot, self._prompt_logprobs = set_slot.result(), prompt_logprobs.result()
         self._programs.remove_unused()
 
     def launch_forward(self, batch: ScheduledBatch) -> PendingLogits:
@@ -124,14 +147,24 @@ class ModelRunner:
         packed = jax.device_put(pack(batch, bucket, self._sizes), self._replicated)
         result = self._forward[bucket](self._params, self._cache, self._state, packed)
         self._cache, self._state = result.cache, result.state
-        return PendingLogits(batch, bucket, result.logits, result.slots)
+        return PendingLogits(batch, bucket, result.logits, result.slots, result.hidden)
 
     def launch_sample(self, logits: PendingLogits) -> PendingTokens:
         """Starts the sampling of a launched forward pass and the tokens' way to the host, and returns at once."""
-        compiled = self._sample[logits.logits.shape[0], _mode_for(logits.batch)]
-        self._state, tokens = compiled(self._state, logits.logits, logits.slots)
-        tokens.copy_to_host_async()
-        return PendingTokens(logits.batch, logits.bucket, tokens)
+        mode = self._mode_for(logits.batch)
+        compiled = self._sample[logits.logits.shape[0], mode]
+        logprobs: Logprobs | None = None
+        if mode == "full":
+            self._begin_processing(logits.batch)
+            self._state, self._processors, tokens, logprobs = compiled(
+                self._state, self._processors, logits.logits, logits.slots
+            )
+        else:
+            self._state, tokens = compiled(self._state, logits.logits, logits.slots)
+        prompt = self._launch_prompt_logprobs(logits)
+        for array in jax.tree.leaves((tokens, logprobs, prompt)):
+            array.copy_to_host_async()
+        return PendingTokens(logits.batch, logits.bucket, tokens, logprobs, prompt)
 
     def is_ready(self, pending: PendingTokens) -> bool:
         """Whether the device is done with a step."""
@@ -142,9 +175,54 @@ class ModelRunner:
         tokens = np.asarray(pending.tokens)
         decode, prefill = pending.batch.decode, pending.batch.prefill
         first = pending.bucket.decode_rows
-        rows = np.concatenate([tokens[: len(decode)], tokens[first : first + len(prefill)]])
+        rows = np.concatenate([np.arange(len(decode)), np.arange(first, first + len(prefill))])
         counts = [1] * len(decode) + [int(chunk.samples) for chunk in prefill]
-        return SampledTokens(token_ids=rows[:, None], counts=np.asarray(counts, np.int32))
+        return SampledTokens(
+            token_ids=tokens[rows][:, None],
+            counts=np.asarray(counts, np.int32),
+            logprobs=None if pending.logprobs is None else _logprob_rows((pending.logprobs,), rows),
+            prompt_logprobs=_logprob_rows(pending.prompt_logprobs) if pending.prompt_logprobs else None,
+        )
+
+    def _mode_for(self, batch: ScheduledBatch) -> SamplingMode:
+        """The cheapest compiled kind of sampling that serves every row of a step that samples."""
+        needed = max(
+            (
+                _SAMPLING_COST[_mode_of(sequence)]
+                for sequence in (
+                    *(row.sequence for row in batch.decode),
+                    *(chunk.sequence for chunk in batch.prefill if chunk.samples),
+                )
+            ),
+            default=0,
+        )
+        return next(mode for mode in self._buckets.sampling_modes if _SAMPLING_COST[mode] >= needed)
+
+    def _begin_processing(self, batch: ScheduledBatch) -> None:
+        """Writes the penalties and biases of sequences that begin to decode with this step."""
+        for chunk in batch.prefill:
+            if chunk.samples and chunk.sequence.request.sampling.changes_logits:
+                row = slot_processors(chunk.sequence, chunk.slot, self._longest, self._vocab_size)
+                self._processors = self._set_slot(self._processors, *jax.device_put(row.arrays(), self._replicated))
+
+    def _launch_prompt_logprobs(self, logits: PendingLogits) -> tuple[Logprobs, ...]:
+        """Log probabilities of what follows each prefill token, if a chunk's request wants them."""
+        if not any(chunk.sequence.wants_prompt_logprobs for chunk in logits.batch.prefill):
+            return ()
+        next_ids = np.zeros(self._hidden.shape[0], np.int32)
+        end = 0
+        for chunk in logits.batch.prefill:
+            following = chunk.sequence.token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
+            next_ids[end : end + len(following)] = following
+            end += len(chunk.token_ids)
+        ids = jax.device_put(next_ids, self._replicated)
+        size = min(PROMPT_LOGPROBS_BLOCK, len(next_ids))
+        # The last block may reach past the padded rows: it begins earlier then, and `fetch` drops what it repeats.
+        firsts = [min(first, len(next_ids) - size) for first in range(0, end, size)]
+        return tuple(
+            self._prompt_logprobs(self._outer, logits.hidden, ids, jax.device_put(np.int32(first), self._replicated))
+            for first in firsts
+        )
 
     def _compile_forward(self, bucket: Bucket) -> ForwardExecutor:
         started = time.perf_counter()
@@ -156,13 +234,34 @@ class ModelRunner:
 
     def _compile_sample(self, rows: int, mode: SamplingMode) -> Any:
         started = time.perf_counter()
-        function = jax.jit(self._factory.sample(mode), donate_argnums=(0,))
         logits, slots = self._like((rows, self._vocab_size), jnp.float32), self._like((rows,), jnp.int32)
-        compiled = self._programs.load_or_compile(
-            f"sample {mode} {rows}", lambda: function.lower(self._state, logits, slots)
-        )
+
+        def lower() -> jax.stages.Lowered:
+            if mode == "full":
+                full = jax.jit(self._factory.sample_full(), donate_argnums=(0, 1))
+                return full.lower(self._state, self._processors, logits, slots)
+            return jax.jit(self._factory.sample(mode), donate_argnums=(0,)).lower(self._state, logits, slots)
+
+        compiled = self._programs.load_or_compile(f"sample {mode} {rows}", lower)
         logger.info("sampling, %s, %d rows: ready after %.1f s", mode, rows, time.perf_counter() - started)
         return compiled
+
+    def _compile_set_slot(self) -> Any:
+        function = jax.jit(self._factory.set_slot(), donate_argnums=(0,))
+        example = slot_processors_like(self._longest, self._like)
+        return self._programs.load_or_compile("set slot", lambda: function.lower(self._processors, *example))
+
+    def _compile_prompt_logprobs(self) -> Any:
+        function = jax.jit(self._factory.prompt_logprobs())
+        ids, first = self._like((self._hidden.shape[0],), jnp.int32), self._like((), jnp.int32)
+        return self._programs.load_or_compile(
+            f"prompt logprobs {self._hidden.shape}", lambda: function.lower(self._outer, self._hidden, ids, first)
+        )
+
+    @property
+    def _longest(self) -> int:
+        """Tokens that the page table of one sequence has room for."""
+        return self._sizes.pages_per_seq * self._sizes.page_size
 
     def _like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
@@ -178,15 +277,23 @@ def zero_cache(config: ModelConfig, sizes: Sizes, mesh: Mesh, dtype: jnp.dtype) 
     return jax.jit(zeros, out_shardings=shardings)()
 
 
-def _mode_for(batch: ScheduledBatch) -> SamplingMode:
-    """The cheapest sampling program that serves every row of a step that samples."""
-    mode: SamplingMode = "greedy"
-    sequences = [row.sequence for row in batch.decode] + [chunk.sequence for chunk in batch.prefill if chunk.samples]
-    for sequence in sequences:
-        sampling = sequence.request.sampling
-        if sampling.greedy:
-            continue
-        if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-            return "filtered"
-        mode = "random"
-    return mode
+def _mode_of(sequence: Sequence) -> SamplingMode:
+    """What one sequence needs of sampling."""
+    sampling = sequence.request.sampling
+    if sampling.changes_logits or sampling.logprobs is not None:
+        return "full"
+    if sampling.greedy:
+        return "greedy"
+    if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+        return "filtered"
+    return "random"
+
+
+def _logprob_rows(blocks: tuple[Logprobs, ...], rows: np.ndarray | None = None) -> LogprobRows:
+    """Log probabilities on the host: of the given rows, or of every row, blocks one after the other."""
+    tokens, top_ids, top = (
+        np.concatenate([np.asarray(getattr(block, name)) for block in blocks]) for name in ("tokens", "top_ids", "top")
+    )
+    if rows is not None:
+        tokens, top_ids, top = tokens[rows], top_ids[rows], top[rows]
+    return LogprobRows(tokens=tokens, top_ids=top_ids, top=top)

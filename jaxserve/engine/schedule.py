@@ -59,13 +59,27 @@ class ScheduledBatch:
 
 
 @dataclass(frozen=True)
+class LogprobRows:
+    """Log probabilities of rows of tokens: of each row's token, and of the most likely ones, descending."""
+
+    tokens: np.ndarray  # [rows]
+    top_ids: np.ndarray  # [rows, top]
+    top: np.ndarray  # [rows, top]
+
+
+@dataclass(frozen=True)
 class SampledTokens:
     """Tokens of a step, in the order of its rows: decode rows, then prefill chunks.
 
     Attributes:
         token_ids: [rows, width]; width is 1 without speculation.
         counts: [rows] how many of a row's tokens count; 0 for chunks that sample nothing.
+        logprobs: of each row's token; None where no row asked for them.
+        prompt_logprobs: of the token after each token of the prefill chunks, one chunk after the other; None where no
+            chunk's request asked for them.
     """
 
     token_ids: np.ndarray
     counts: np.ndarray
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from jaxserve.engine.logprobs import take_prompt_logprobs, token_logprobs
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.request import FinishReason, RequestError, RequestOutput
-from jaxserve.engine.schedule import DecodeRow, PrefillChunk, SampledTokens, ScheduledBatch
+from jaxserve.engine.schedule import DecodeRow, LogprobRows, PrefillChunk, SampledTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 
 
@@ -103,14 +105,19 @@ class Scheduler:
         """Takes in the tokens of a launched step, and says what is new for the clients."""
         outputs = self.take_pending_outputs()
         rows = [row.sequence for row in batch.decode] + [chunk.sequence for chunk in batch.prefill]
+        first_prefill_token = 0
         for row, sequence in enumerate(rows):
+            if row >= len(batch.decode) and sampled.prompt_logprobs is not None:
+                chunk = batch.prefill[row - len(batch.decode)]
+                take_prompt_logprobs(chunk, sampled.prompt_logprobs, first_prefill_token)
+                first_prefill_token += len(chunk.token_ids)
             if sampled.counts[row] == 0:
                 continue
             sequence.num_in_flight -= 1
             if sequence.status is SequenceStatus.FINISHED:
                 self._release_if_idle(sequence)  # launched past its end: the token is discarded
                 continue
-            outputs.append(self._append(sequence, int(sampled.token_ids[row, 0])))
+            outputs.append(self._append(sequence, int(sampled.token_ids[row, 0]), sampled.logprobs, row))
         return outputs
 
     def take_pending_outputs(self) -> list[RequestOutput]:
@@ -118,7 +125,7 @@ class Scheduler:
         outputs, self._pending_outputs = self._pending_outputs, []
         return outputs
 
-    def _append(self, sequence: Sequence, token: int) -> RequestOutput:
+    def _append(self, sequence: Sequence, token: int, logprobs: LogprobRows | None, row: int) -> RequestOutput:
         sequence.token_ids.append(token)
         self.num_generation_tokens += 1
         reason: FinishReason | None = None
@@ -129,8 +136,18 @@ class Scheduler:
             reason = "length"
         if reason is not None:
             self._finish(sequence, reason)
+        wanted = sequence.request.sampling.logprobs
+        is_first = sequence.num_output_tokens == 1
         return RequestOutput(
-            sequence.request.request_id, sequence.index, (token,), finish_reason=reason, stop_token_id=stop_token
+            sequence.request.request_id,
+            sequence.index,
+            (token,),
+            finish_reason=reason,
+            stop_token_id=stop_token,
+            logprobs=None if wanted is None or logprobs is None else (token_logprobs(token, logprobs, row, wanted),),
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first and sequence.prompt_logprobs else None,
+            time=time.monotonic(),
+            scheduled_time=sequence.scheduled_time,
         )
 
     def _schedule_decode(self) -> list[DecodeRow]:
@@ -215,6 +232,7 @@ class Scheduler:
         sequence.num_computed = 0
         if sequence.num_preemptions == 0:
             self.num_prompt_tokens += sequence.num_prompt_tokens
+            sequence.scheduled_time = time.monotonic()
         self.running.append(sequence)
 
     def _allocate_or_preempt(self, sequence: Sequence) -> list[int] | None:

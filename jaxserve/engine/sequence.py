@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from jaxserve.engine.request import FinishReason, Request
+from jaxserve.engine.request import FinishReason, Request, TokenLogprobs
 
 
 class SequenceStatus(enum.Enum):
@@ -26,6 +26,7 @@ class Sequence:
         is_decoding: whether its slot on the device holds its last token, so that it goes on by decode rows; else its known
             tokens go through prefill chunks.
         pages: its KV pages, in order.
+        prompt_logprobs: what is known of the prompt's log probabilities, if they were asked for.
         slot: its row in the device's decode state, -1 without one.
     """
 
@@ -43,6 +44,14 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    scheduled_time: float = 0.0  # `time.monotonic()` seconds of its first admission
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of the prompt are to be found yet: choice 0 reports them, once."""
+        wanted = self.request.sampling.prompt_logprobs is not None and self.index == 0
+        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -19,7 +19,7 @@ def rms_norm(x: Float[Array, "*rows size"], weight: Float[Array, " size"], eps: 
     return (wide * scale * weight).astype(x.dtype)
 
 
-def add_bias(x: Float[Array, tokens * features], bias: Float[Array, "..."] | None) -> Array:
+def add_bias(x: Array, bias: Array | None) -> Array:
     return x if bias is None else x + bias[None].astype(x.dtype)
 
 

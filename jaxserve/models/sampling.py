@@ -10,7 +10,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-SamplingMode = Literal["greedy", "random", "filtered"]
+SamplingMode = Literal["greedy", "random", "filtered", "full"]
 
 _INFINITY_BITS = 0x7F800000
 _MIN_TEMPERATURE = 1e-5  # below this a row is greedy: what is drawn is the most likely token in any case
@@ -41,7 +41,8 @@ def sample(
 
     Args:
         mode: what the batch needs at most. "greedy": every row is greedy; "random": no row has top_k, top_p or min_p;
-            "filtered": anything. A row gives the same token under each mode that serves it.
+            "filtered": any of those; "full": the same, for callers that process logits before and report log
+            probabilities after. A row gives the same token under each mode that serves it.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if mode == "greedy":
@@ -50,7 +51,7 @@ def sample(
     temperature = jnp.maximum(params.temperature, _MIN_TEMPERATURE)[:, None]
     below_top = (jnp.max(logits, axis=-1, keepdims=True) - logits) / temperature  # [rows, vocab], 0 for the top token
     takes_top = params.temperature < _MIN_TEMPERATURE
-    if mode == "filtered":
+    if mode in ("filtered", "full"):
         kept = below_top <= _cut(below_top, params)[:, None]
         below_top = jnp.where(kept, below_top, jnp.inf)
         # Filters that leave one token leave the greedy one, of tied ones too. A top token has at least 1 / vocab.

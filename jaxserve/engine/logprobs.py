@@ -1,0 +1,29 @@
+"""From rows of log probabilities to what a client is told. Host only."""
+
+from __future__ import annotations
+
+from jaxserve.engine.request import TokenLogprobs
+from jaxserve.engine.schedule import LogprobRows, PrefillChunk
+
+
+def token_logprobs(token: int, rows: LogprobRows, row: int, num_top: int) -> TokenLogprobs:
+    """One row: of its token, and of the `num_top` most likely ones (fewer, if the vocabulary is smaller)."""
+    pairs = zip(rows.top_ids[row, :num_top].tolist(), rows.top[row, :num_top].tolist(), strict=True)
+    return TokenLogprobs(token_id=token, logprob=float(rows.tokens[row]), top=tuple(pairs))
+
+
+def take_prompt_logprobs(chunk: PrefillChunk, rows: LogprobRows, first: int) -> None:
+    """Adds what a chunk tells of its sequence's prompt; rows from `first` on are the chunk's.
+
+    The row of a token is about the one after it. After a preemption chunks come again: what is known is not added twice.
+    """
+    sequence = chunk.sequence
+    if not sequence.wants_prompt_logprobs:
+        return
+    known = sequence.prompt_logprobs
+    if not known:
+        known.append(None)  # nothing stands before the first token
+    num_top = sequence.request.sampling.prompt_logprobs or 0
+    for position in range(len(known), min(chunk.start + len(chunk.token_ids) + 1, sequence.num_prompt_tokens)):
+        row = first + position - 1 - chunk.start
+        known.append(token_logprobs(sequence.token_ids[position], rows, row, num_top))
