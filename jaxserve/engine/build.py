@@ -88,7 +88,6 @@ def build_engine(
     """
     mesh = make_engine_mesh(config)
     dtype = resolve_dtype(config, mesh)
-    enable_compilation_cache()
     params = jax.device_put(params, named_shardings(param_specs(model_config), mesh))
     limits = plan_limits(model_config, config, mesh, dtype)
     sizes = Sizes(
@@ -134,7 +133,6 @@ def build_engine(
 def build_dummy_engine(model_config: ModelConfig, config: EngineConfig, progress: Progress) -> EngineClient:
     """An engine with seeded random weights, made on the devices: for benchmarks."""
     mesh = make_engine_mesh(config)
-    enable_compilation_cache()
     with progress.task("making random weights", None, "arrays"):
         shardings = named_shardings(param_specs(model_config), mesh)
         params = init_params(model_config, config.seed or 0, resolve_dtype(config, mesh), shardings)
@@ -197,20 +195,14 @@ def free_cache_bytes(
     return int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"] - work_space
 
 
-def program_folder() -> Path:
-    """Where compiled programs are kept between starts."""
+def program_folder() -> Path | None:
+    """Where compiled programs are kept between starts; None: in jax's own cache, where the user has configured that.
+
+    Never in both: a CPU program that came out of jax's cache lacks some of its functions when it is serialized again.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
     return Path(os.environ.get("JAXSERVE_HOME") or "~/.cache/jaxserve").expanduser() / "compiled"
-
-
-def enable_compilation_cache() -> None:
-    """Lets jax keep what it compiles outside the engine's own programs, unless the user has configured that already."""
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    folder = program_folder() / "jax"
-    folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def _platform(mesh: Mesh) -> str:
