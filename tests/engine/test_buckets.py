@@ -102,12 +102,12 @@ def test_one_sequence_and_one_token() -> None:
 @pytest.mark.parametrize(
     ("too_much", "message"),
     [
-        (step(5, []), "5 decode rows exceed the largest compiled size 4"),
-        (step(4, [1]), "4 decode rows beside prefill exceed the largest compiled size 3"),
+        (step(10, []), "10 decode rows exceed the largest compiled size 9"),
+        (step(9, [1]), "9 decode rows beside prefill exceed the largest compiled size 8"),
         (step(0, [17]), "17 prefill tokens exceed the largest compiled size 16"),
         (step(0, [1, 1, 1]), "3 prefill chunks exceed the 2"),
     ],
 )
 def test_a_step_beyond_the_limits_is_an_error(too_much: ScheduledBatch, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        buckets_of(4, 16, 2).for_batch(too_much)
+        buckets_of(9, 16, 2).for_batch(too_much)
