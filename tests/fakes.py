@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings
 from jaxserve.config import ModelConfig
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError, RequestOutput
+from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.chat_template import ChatTemplate
@@ -54,6 +56,9 @@ class FakeStats:
     uptime_s: float = 1.0
     last_step_ms: float = 1.0
     host_gap: float = 0.0
+    busy_s: float = 0.0
+    device_idle_s: float = 0.0
+    step_times: TimeCounts = TimeCounts((1.0,), (0, 0), 0.0)
     device_kind: str = "cpu"
 
 
@@ -64,6 +69,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self._engine = engine
+        self._scheduled_time = time.monotonic()
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self._unfinished = set(range(sampling.n))
         self._tasks = [asyncio.create_task(self._run(prompt, sampling, index)) for index in range(sampling.n)]
@@ -90,11 +96,15 @@ class FakeStream(AsyncIterator[RequestOutput]):
     def _finish(self, index: int, reason: str, tokens: Iterable[int] = (), **fields: object) -> None:
         if index in self._unfinished:
             self._unfinished.discard(index)
-            output = RequestOutput(self.request_id, index, tuple(tokens), finish_reason=reason)  # type: ignore[arg-type]
-            self._outputs.put_nowait(dataclasses.replace(output, **fields))  # type: ignore[arg-type]
+            output = self._output(index, tokens)
+            self._outputs.put_nowait(dataclasses.replace(output, finish_reason=reason, **fields))  # type: ignore[arg-type]
             self._tasks[index].cancel()
             if not self._unfinished:
                 self._engine.live.pop(self.request_id, None)
+
+    def _output(self, index: int, tokens: Iterable[int]) -> RequestOutput:
+        now = time.monotonic()
+        return RequestOutput(self.request_id, index, tuple(tokens), time=now, scheduled_time=self._scheduled_time)
 
     async def _run(self, prompt: Sequence[int], sampling: SamplingParams, index: int) -> None:
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
@@ -111,7 +121,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
                 self._finish(index, "length", pending)
                 return
             if len(pending) >= self._engine.tokens_per_output:
-                self._outputs.put_nowait(RequestOutput(self.request_id, index, tuple(pending)))
+                self._outputs.put_nowait(self._output(index, pending))
                 pending = []
 
 

@@ -20,6 +20,7 @@ from jaxserve.engine.request import EngineStoppedError, QueueFullError, Request,
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.stream import GenerationStream
+from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ class EngineStats:
     uptime_s: float
     last_step_ms: float
     host_gap: float
+    busy_s: float
+    device_idle_s: float
+    step_times: TimeCounts
     device_kind: str
 
 
@@ -150,6 +154,9 @@ class EngineClient:
             uptime_s=time.monotonic() - self._started_at,
             last_step_ms=loop.last_step * 1e3,
             host_gap=loop.device_idle / loop.busy if loop.busy else 0.0,
+            busy_s=loop.busy,
+            device_idle_s=loop.device_idle,
+            step_times=self._loop.step_times.read(),
             device_kind=self.device_kind,
         )
 

@@ -15,8 +15,13 @@ from jaxserve.engine.runner import Runner
 from jaxserve.engine.schedule import ScheduledBatch
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.time_histogram import TimeHistogram
 
 logger = logging.getLogger(__name__)
+
+_STEP_BOUNDS = (
+    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0,
+)  # fmt: skip
 
 OutputSink = Callable[[list[RequestOutput]], None]
 
@@ -76,6 +81,7 @@ class EngineLoop:
         self._stopping = False
         self._end_lock = threading.Lock()
         self._ended = False  # whether the commands have been read for the last time
+        self.step_times = TimeHistogram(_STEP_BOUNDS)  # between fetches, while there is work
         self.stats = LoopStats()  # replaced as a whole, so that any thread reads one moment
 
     def start(self) -> None:
@@ -146,6 +152,7 @@ class EngineLoop:
 
     def _count_step(self, duration: float, idle: float) -> None:
         stats = self.stats
+        self.step_times.add(duration)
         self.stats = LoopStats(
             num_steps=stats.num_steps + 1,
             busy=stats.busy + duration,

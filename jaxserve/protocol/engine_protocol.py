@@ -10,6 +10,7 @@ from typing import Protocol
 
 from jaxserve.config import ModelConfig
 from jaxserve.engine.request import RequestOutput
+from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -55,6 +56,12 @@ class Stats(Protocol):
     def last_step_ms(self) -> float: ...
     @property
     def host_gap(self) -> float: ...
+    @property
+    def busy_s(self) -> float: ...
+    @property
+    def device_idle_s(self) -> float: ...
+    @property
+    def step_times(self) -> TimeCounts: ...
     @property
     def device_kind(self) -> str: ...
 

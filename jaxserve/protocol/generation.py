@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from jaxserve.engine.request import RequestOutput
 from jaxserve.protocol.choice_text import ChoiceText, TextDelta
+from jaxserve.protocol.course import CourseTimer
 from jaxserve.protocol.engine_protocol import TokenStream
 from jaxserve.protocol.errors import InternalServerError
 from jaxserve.protocol.observer import Outcome, RequestObserver
@@ -31,9 +31,7 @@ class TextGeneration:
         self.cached_tokens = 0
         self._stream = stream
         self._choices = choices
-        self._observer = observer
-        self._arrival = time.monotonic()
-        self._last_token_times: dict[int, float] = {}
+        self._timer = CourseTimer(observer)
         self._failed = False
         self._closed = False
 
@@ -53,7 +51,8 @@ class TextGeneration:
                 if choice.finish_reason is not None:  # tokens launched before its stop string was seen
                     continue
                 self._check(output)
-                self._time(output)
+                self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
+                self._timer.take(output)
                 delta = choice.push(output)
                 if delta.finish_reason is not None and output.finish_reason is None:
                     self._stream.abort(output.index)
@@ -74,7 +73,12 @@ class TextGeneration:
         self._closed = True
         unfinished: Outcome = "error" if self._failed else "abort"
         outcomes: list[Outcome] = [choice.finish_reason or unfinished for choice in self._choices]
-        self._observer.finished(outcomes, time.monotonic() - self._arrival, self.prompt_tokens, self.completion_tokens)
+        self._timer.finish(
+            outcomes,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+        )
         await self._stream.aclose()
 
     def _check(self, output: RequestOutput) -> None:
@@ -83,18 +87,6 @@ class TextGeneration:
             raise InternalServerError("the engine stopped before this answer was complete", code="engine_error")
         if output.finish_reason == "abort":
             raise InternalServerError("this request was aborted before its answer was complete", code="aborted")
-
-    def _time(self, output: RequestOutput) -> None:
-        self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
-        if not output.token_ids:
-            return
-        now = time.monotonic()
-        if not self._last_token_times:
-            self._observer.first_token(now - self._arrival)
-        previous = self._last_token_times.get(output.index)
-        if previous is not None:
-            self._observer.next_tokens(now - previous, len(output.token_ids))
-        self._last_token_times[output.index] = now
 
 
 async def merged_deltas(generations: Sequence[TextGeneration]) -> AsyncGenerator[TextDelta]:

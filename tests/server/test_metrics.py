@@ -1,0 +1,86 @@
+"""What /metrics tells: every name, and times that are the engine's, not a slow reader's."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.protocol.observer import RequestCourse
+from jaxserve.server.metrics import ALIASED, Metrics
+from jaxserve.server.slot import ServiceSlot
+from tests.fakes import MODEL_NAME, FakeEngine, fake_service, say
+
+
+def values(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample of an exposition, by name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    return values(text)[(name, tuple(sorted(labels.items())))]
+
+
+COURSE = RequestCourse(
+    outcomes=("stop", "length"), prompt_tokens=7, completion_tokens=12, cached_tokens=4, total=2.0, queued=0.25,
+    prefill=0.5, decode=1.25,
+)  # fmt: skip
+
+
+def test_a_request_s_course_is_told_in_every_histogram() -> None:
+    metrics = Metrics(ServiceSlot())
+    metrics.first_token(0.75)
+    metrics.next_tokens(0.03, 3)
+    metrics.finished(COURSE)
+    text = metrics.exposition().decode()
+    sums = {
+        "time_to_first_token_seconds": 0.75, "e2e_request_latency_seconds": 2.0, "request_queue_time_seconds": 0.25,
+        "request_prefill_time_seconds": 0.5, "request_decode_time_seconds": 1.25,
+        "request_inference_time_seconds": 1.75, "request_time_per_output_token_seconds": 0.25,
+        "request_prompt_tokens": 7, "request_generation_tokens": 12,
+    }  # fmt: skip
+    for name, expected in sums.items():
+        assert value(text, f"jaxserve:{name}_sum") == expected
+        assert value(text, f"jaxserve:{name}_count") == 1
+    assert value(text, "jaxserve:inter_token_latency_seconds_count") == 3
+    assert value(text, "jaxserve:inter_token_latency_seconds_bucket", le="0.0075") == 0
+    assert value(text, "jaxserve:inter_token_latency_seconds_bucket", le="0.015") == 3
+    assert value(text, "jaxserve:inter_token_latency_seconds_sum") == pytest.approx(0.03)
+    assert value(text, "jaxserve:request_success_total", finished_reason="stop") == 1
+    assert value(text, "jaxserve:prefix_cache_queries_total") == 7
+    assert value(text, "jaxserve:prefix_cache_hits_total") == 4
+
+
+def test_a_request_that_never_ran_has_no_times_of_running() -> None:
+    metrics = Metrics(ServiceSlot())
+    metrics.finished(
+        RequestCourse(
+            outcomes=("abort",),
+            prompt_tokens=7,
+            completion_tokens=0,
+            cached_tokens=0,
+            total=2.0,
+            queued=None,
+            prefill=None,
+            decode=None,
+        )  # fmt: skip
+    )
+    text = metrics.exposition().decode()
+    for name in ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"):
+        assert value(text, f"jaxserve:{name}_count") == 0
+    assert value(text, "jaxserve:e2e_request_latency_seconds_count") == 1
+
+
+def test_common_metrics_have_vllm_s_names_too() -> None:
+    metrics = Metrics(ServiceSlot(fake_service(FakeEngine(say("x")))))
+    metrics.finished(COURSE)
+    text = metrics.exposition().decode()
+    families = {family.name for family in text_string_to_metric_families(text)}
+    assert families >= {f"vllm:{name}" for name in ALIASED}
+    labels = {"model_name": MODEL_NAME, "engine": "0"}
+    assert value(text, "vllm:e2e_request_latency_seconds_sum", **labels) == 2.0
+    assert value(text, "vllm:request_success_total", finished_reason="length", **labels) == 1
+    assert value(text, "vllm:kv_cache_usage_perc", **labels) == 0.0
