@@ -6,24 +6,29 @@ spells a control token, the ids are those of Hugging Face's `apply_chat_template
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
+from jaxserve.text.template_sandbox import SandboxedTemplate, TemplateLimits
 from jaxserve.text.tokenizer import Tokenizer
 
 # Unicode's noncharacters: valid in a str, and no text that means anything has them. One that the input lacks breaks up
 # spellings.
 _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 _PROBE = "jaxserve-probe"
+
+# What a template trusts: requests set these by fields of their own, or not at all.
+RESERVED_VARIABLES = frozenset(
+    (
+        *("messages", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message"),
+        *(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")),
+    )
+)
 
 
 class ChatTemplateError(ValueError):
@@ -37,14 +42,17 @@ class ChatTemplate:
         takes_parts: the template prints only content that is a list of parts; plain strings are wrapped for it.
     """
 
-    def __init__(self, source: str, *, bos_token: str, eos_token: str) -> None:
+    def __init__(self, source: str, *, bos_token: str, eos_token: str, limits: TemplateLimits | None = None) -> None:
         """Compile the template and find out what form of `content` it prints.
+
+        Args:
+            limits: of one rendering; None: the usual ones.
 
         Raises:
             ChatTemplateError: if it is not valid Jinja.
         """
         try:
-            self._template = _environment().from_string(source)
+            self._template = SandboxedTemplate(source, limits or TemplateLimits())
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template is not valid: {_one_line(error)}") from error
         self._special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
@@ -78,41 +86,53 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         allow_special_tokens_in_content: bool = False,
         **kwargs: Any,
     ) -> list[int]:
         """The prompt as token ids.
 
         Args:
+            continue_final_message: the prompt ends with the last message's text, so that the answer goes on from there.
             allow_special_tokens_in_content: True: text that spells a control token becomes it wherever it stands, as
                 Hugging Face does; whoever writes a message can then close their turn and open a system turn.
 
         Raises:
-            ChatTemplateError: as `render`.
+            ChatTemplateError: as `render`, or the template does not print the message that is to be continued.
         """
+        end_mark, break_mark = _free_marks([messages, tools, kwargs])
+        if continue_final_message:
+            messages = _with_end_marked(messages, end_mark)
         prepared = prepare_messages(messages, takes_parts=self.takes_parts)
         inputs = {"messages": prepared, "tools": None if tools is None else list(tools), "kwargs": kwargs}
         mark = None
         if not allow_special_tokens_in_content:
-            breaker = _SpellingBreaker(tokenizer.special_tokens, inputs)
+            breaker = _SpellingBreaker(tokenizer.special_tokens, break_mark)
             inputs = breaker.apply(inputs)
-            mark = breaker.mark if breaker.num_broken else None
+            mark = break_mark if breaker.num_broken else None
         text = self._render(
             inputs["messages"], add_generation_prompt=add_generation_prompt, tools=inputs["tools"], **inputs["kwargs"]
         )
+        if continue_final_message:
+            text = _until_end_mark(text, end_mark, messages[-1]["content"])
         if mark is None:
             return tokenizer.encode(text, add_special_tokens=False)
         return encode_marked(tokenizer, text, mark)
 
     def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, tools: Any, **kwargs: Any) -> str:
-        reserved = sorted({"messages", "documents", *self._special_tokens} & set(kwargs))
+        reserved = sorted(RESERVED_VARIABLES & set(kwargs))
         if reserved:
             raise ChatTemplateError(f"chat template variables {reserved} cannot be set by a request")
-        variables = {**self._special_tokens, **kwargs}
+        variables = {
+            **kwargs,
+            **self._special_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **variables
-            )
+            return self._template.render(variables)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_one_line(error)) from error
         except Exception as error:  # whatever Python raises inside a template is the messages' not fitting it
@@ -161,6 +181,38 @@ def _content_text(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
+def _free_marks(inputs: Any) -> tuple[str, str]:
+    """Two marks that occur nowhere in the inputs."""
+    used = json.dumps(inputs, ensure_ascii=False, default=str)
+    free = [mark for mark in _MARKS if mark not in used]
+    if len(free) < 2:
+        raise ChatTemplateError("the messages use up Unicode's noncharacters: remove them")
+    return free[0], free[1]
+
+
+def _with_end_marked(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:
+    """The messages, a mark at the end of the last one's text; before its white space, which templates may trim."""
+    *others, last = messages
+    text = _content_text(last.get("content"), f"messages[{len(others)}].content")
+    visible = text.rstrip()
+    return [*others, {**last, "content": visible + mark + text[len(visible) :]}]
+
+
+def _until_end_mark(text: str, mark: str, content: str) -> str:
+    """The prompt up to the marked end; white space after it stays if the template prints it.
+
+    Args:
+        content: the last message's, mark included.
+    """
+    before, found, after = text.rpartition(mark)
+    if not found:
+        raise ChatTemplateError(
+            "the model's chat template does not print the final message, so it cannot go on from it"
+        )
+    white_space = content.rpartition(mark)[2]
+    return before.replace(mark, "") + (white_space if after.startswith(white_space) else "")
+
+
 def encode_marked(tokenizer: Tokenizer, text: str, mark: str) -> list[int]:
     """Ids of a text in which `mark` breaks up each spelling of a control token that must stay text.
 
@@ -199,12 +251,8 @@ class _SpellingBreaker:
     The second is for templates that print two strings of a client side by side.
     """
 
-    def __init__(self, special_tokens: Mapping[str, Any], inputs: Any) -> None:
-        used = json.dumps(inputs, ensure_ascii=False, default=str)
-        free = [mark for mark in _MARKS if mark not in used]
-        if not free:
-            raise ChatTemplateError("the messages use up Unicode's noncharacters: remove them")
-        self.mark = free[0]
+    def __init__(self, special_tokens: Mapping[str, Any], mark: str) -> None:
+        self.mark = mark
         self.num_broken = 0
         self._pattern = _spelling_pattern(special_tokens, self.mark)
         beginnings = {token[:length] for token in special_tokens for length in range(1, len(token))}
@@ -243,47 +291,6 @@ def _spelling_pattern(special_tokens: Mapping[str, Any], mark: str) -> re.Patter
     alternatives = [re.escape(token) for token in spellings]
     alternatives += [f"(?<!{mark}{mark}){re.escape(token)}" for token in special_tokens if len(token) == 1]
     return re.compile("|".join(alternatives) or r"(?!)")
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The names and rules that templates on the Hugging Face hub are written for."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes for HTML, which a prompt is not.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it prints what it holds."""
-
-    tags: set[str] = {"generation"}  # noqa: RUF012  the attribute that Jinja reads
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        caller: Callable[..., jinja2.nodes.Expr] = self.call_method
-        return jinja2.nodes.CallBlock(caller("_print"), [], [], body).set_lineno(line)
-
-    def _print(self, caller: Callable[[], str]) -> str:
-        return caller()
 
 
 def _one_line(error: BaseException) -> str:

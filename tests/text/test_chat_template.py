@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError, encode_marked
+from jaxserve.text.template_sandbox import TemplateLimits
 from tests.text.vocabularies import CHAT_TEMPLATE, CONTROL_TOKENS, byte_level_tokenizer, sentencepiece_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -175,3 +177,76 @@ def test_piecewise_ids_are_the_ids_of_the_whole_with_prefix_spaces(prefix: str, 
 
 
 SENTENCEPIECE = {prefix: sentencepiece_tokenizer(prefix=prefix) for prefix in ("legacy", "first")}
+
+
+TRIMS = CHAT_TEMPLATE
+KEEPS = CHAT_TEMPLATE.replace(" | trim", "")
+
+
+@pytest.mark.parametrize("source", [TRIMS, KEEPS], ids=["trims", "keeps"])
+@pytest.mark.parametrize("content", ["Once upon", "Once  \n", "", "a<|eot_id|>b", "ends in <|eot"])
+def test_final_message_is_continued(source: str, content: str) -> None:
+    messages = [*user("Once"), {"role": "assistant", "content": content}]
+    token_ids = template(source).encode(TOKENIZER, messages, add_generation_prompt=False, continue_final_message=True)
+    opened = template(source).render([*messages[:1]], add_generation_prompt=True)
+    expected = opened + (content.strip() if source == TRIMS else content)
+    assert TOKENIZER.decode(token_ids, skip_special_tokens=False) == expected
+    assert count_headers(token_ids) == 2
+
+
+def test_final_message_that_is_not_printed_cannot_be_continued() -> None:
+    chat = template("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ChatTemplateError, match="final message"):
+        chat.encode(TOKENIZER, [*user("a"), {"role": "assistant", "content": "b"}], continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{{ range(99999) | list | length }}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+    ],
+    ids=["loops", "inner work", "macro", "recursive loop"],
+)
+def test_rendering_ends_in_time(source: str) -> None:
+    # The probes of the first line render as well, each as long as it may.
+    slow = ChatTemplate(source, bos_token="", eos_token="", limits=TemplateLimits(seconds=0.05))
+    with pytest.raises(ChatTemplateError, match=r"took longer than 0\.05 seconds|recursion"):
+        slow.render(user("a"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10**12 }}",
+        "{{ 10**12 * [1] }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}",
+    ],
+    ids=["repeated", "repeated list", "power", "squares", "joined", "added", "output"],
+)
+def test_rendering_makes_nothing_huge(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match=r"made a text longer|to the power|number of"):
+        template(source).render(user("a"))
+
+
+def test_every_rendering_has_all_its_time() -> None:
+    chat = ChatTemplate("{{ messages[0].content }}", bos_token="", eos_token="", limits=TemplateLimits(seconds=0.05))
+    time.sleep(0.06)
+    assert chat.render(user("a")) == "a"
+
+
+def test_loops_are_those_of_jinja() -> None:
+    source = (
+        "{% for m in messages if m.role == 'user' %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
+        "{{ loop.previtem.content if not loop.first }}{{ loop.nextitem.content if not loop.last }}{% else %}none{% endfor %}"
+        "{% for x in nothing %}{% else %};empty{% endfor %}{% for k, v in {'a': 1}.items() %};{{ k ~ v }}{% endfor %}"
+        "{% for c in 'ab' %};{{ c }}{% endfor %}"
+    )
+    text = template(source).render([*user("x"), *user("y")])
+    assert text == "1/2Falsey2/2Truex;empty;a1;a;b"
