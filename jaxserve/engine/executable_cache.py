@@ -84,7 +84,7 @@ class ExecutableCache:
 def _load(path: Path, devices: Sequence[jax.Device]) -> Any:  # pyright: ignore[reportInvalidTypeForm]
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except OSError:  # not there; or not to be read, which storing the new one will tell
         return None
     try:
         os.utime(path)

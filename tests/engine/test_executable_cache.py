@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +69,33 @@ def test_without_a_folder_nothing_is_kept() -> None:
         program.check(programs.load_or_compile("double", program.lower))
     programs.remove_unused()
     assert program.traces == 2
+
+
+def test_other_flags_compile_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(1)
+    ExecutableCache(tmp_path, program.devices, "context").load_or_compile("double", program.lower)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true " + os.environ.get("XLA_FLAGS", ""))
+    ExecutableCache(tmp_path, program.devices, "context").load_or_compile("double", program.lower)
+    assert program.traces == 2
+
+
+def test_a_folder_that_cannot_be_is_told_and_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    program = Program(1)
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("no folder")
+    programs = ExecutableCache(in_the_way / "folder", program.devices, "context")
+    program.check(programs.load_or_compile("double", program.lower))
+    assert "could not be kept" in caplog.text
+
+
+def test_programs_that_no_start_used_for_a_month_are_removed(tmp_path: Path) -> None:
+    program = Program(1)
+    programs = ExecutableCache(tmp_path, program.devices, "context")
+    programs.load_or_compile("old", program.lower)
+    (old,) = tmp_path.iterdir()
+    long_ago = time.time() - 31 * 24 * 3600
+    os.utime(old, (long_ago, long_ago))
+    programs.load_or_compile("new", program.lower)
+    programs.remove_unused()
+    assert not old.exists()
+    assert len(list(tmp_path.iterdir())) == 1
