@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine.executable_cache import ExecutableCache
@@ -28,54 +30,83 @@ class Program:
         self.traces += 1
         return jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=self.sharding))
 
+    def start(self, folder: Path | None, context: str = "context", name: str = "double") -> Any:
+        """What one start of an engine does."""
+        programs = ExecutableCache(folder, self.devices, context)
+        with programs.without_jax_cache():
+            compiled = programs.load_or_compile(name, self.lower)
+        programs.remove_unused()
+        return compiled
+
     def check(self, compiled: Any) -> None:
         result = compiled(jax.device_put(np.arange(8, dtype=np.float32), self.sharding))
         assert result.sharding.device_set == set(self.devices)
         np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(8))
 
 
+@pytest.fixture
+def eager_jax_cache(tmp_path: Path) -> Iterator[None]:
+    """jax keeps whatever it compiles, however quick that was."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_a_second_start_loads_for_the_devices_in_use(tmp_path: Path, num_devices: int) -> None:
     program = Program(num_devices)
     for _ in range(2):
-        programs = ExecutableCache(tmp_path, program.devices, "context")
-        program.check(programs.load_or_compile("double", program.lower))
+        program.check(program.start(tmp_path))
     assert program.traces == 1
 
 
 def test_another_context_or_name_compiles_anew(tmp_path: Path) -> None:
     program = Program(1)
     for context, name in (("a", "one"), ("b", "one"), ("a", "two")):
-        ExecutableCache(tmp_path, program.devices, context).load_or_compile(name, program.lower)
+        program.check(program.start(tmp_path, context, name))
     assert program.traces == 3
+
+
+@pytest.mark.usefixtures("eager_jax_cache")
+def test_a_program_that_jax_has_kept_too_is_whole(tmp_path: Path) -> None:
+    program = Program(1)
+    program.check(program.lower().compile())  # now jax has it
+    jax.clear_caches()
+    for _ in range(2):
+        program.check(program.start(tmp_path / "programs"))
+    assert program.traces == 2
+    assert jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_damaged_file_is_told_and_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     program = Program(1)
-    programs = ExecutableCache(tmp_path, program.devices, "context")
-    programs.load_or_compile("double", program.lower)
+    program.start(tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:100])
-    program.check(programs.load_or_compile("double", program.lower))
+    program.check(program.start(tmp_path))
     assert f"{file} cannot be used" in caplog.text
-    program.check(programs.load_or_compile("double", program.lower))
+    program.check(program.start(tmp_path))
     assert program.traces == 2
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
     program = Program(1)
-    programs = ExecutableCache(None, program.devices, "context")
     for _ in range(2):
-        program.check(programs.load_or_compile("double", program.lower))
-    programs.remove_unused()
+        program.check(program.start(None))
     assert program.traces == 2
 
 
 def test_other_flags_compile_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(1)
-    ExecutableCache(tmp_path, program.devices, "context").load_or_compile("double", program.lower)
+    program.start(tmp_path)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true " + os.environ.get("XLA_FLAGS", ""))
-    ExecutableCache(tmp_path, program.devices, "context").load_or_compile("double", program.lower)
+    program.start(tmp_path)
     assert program.traces == 2
 
 
@@ -83,19 +114,16 @@ def test_a_folder_that_cannot_be_is_told_and_no_failure(tmp_path: Path, caplog: 
     program = Program(1)
     in_the_way = tmp_path / "file"
     in_the_way.write_text("no folder")
-    programs = ExecutableCache(in_the_way / "folder", program.devices, "context")
-    program.check(programs.load_or_compile("double", program.lower))
+    program.check(program.start(in_the_way / "folder"))
     assert "could not be kept" in caplog.text
 
 
 def test_programs_that_no_start_used_for_a_month_are_removed(tmp_path: Path) -> None:
     program = Program(1)
-    programs = ExecutableCache(tmp_path, program.devices, "context")
-    programs.load_or_compile("old", program.lower)
+    program.start(tmp_path, name="old")
     (old,) = tmp_path.iterdir()
     long_ago = time.time() - 31 * 24 * 3600
     os.utime(old, (long_ago, long_ago))
-    programs.load_or_compile("new", program.lower)
-    programs.remove_unused()
+    program.start(tmp_path, name="new")
     assert not old.exists()
     assert len(list(tmp_path.iterdir())) == 1
