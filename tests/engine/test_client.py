@@ -235,7 +235,9 @@ def test_too_many_prompt_tokens_that_wait_refuse() -> None:
     with engine(make_limits(seqs=2), EngineConfig(max_num_queued_tokens=10), gate) as client:
         received = [Collected() for _ in range(4)]
         client.submit_with_callback((5,) * 12, sampling, received[0])  # nothing waits: it may be longer than the limit
-        with pytest.raises(QueueFullError, match=r"12 prompt tokens wait, of at most 10.* 3 more.*--max-num-queued-tokens"):
+        with pytest.raises(
+            QueueFullError, match=r"12 prompt tokens wait, of at most 10.* 3 more.*--max-num-queued-tokens"
+        ):
             client.submit_with_callback(PROMPT, sampling, lambda output: None)
         gate.opened.set()
         assert len(received[0].tokens()) == 3
