@@ -65,19 +65,19 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt as text.
 
         Args:
             messages: each with `role` and `content`: a string, None, or a list of text parts.
-            kwargs: further variables for the template, such as `enable_thinking`.
+            variables: further ones for the template, such as `enable_thinking`.
 
         Raises:
             ChatTemplateError: if the template refuses the messages, or a content part is no text.
         """
         prepared = prepare_messages(messages, takes_parts=self.takes_parts)
-        return self._render(prepared, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+        return self._render(prepared, tools, dict(variables or {}), add_generation_prompt=add_generation_prompt)
 
     def encode(
         self,
@@ -88,7 +88,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         allow_special_tokens_in_content: bool = False,
-        **kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The prompt as token ids.
 
@@ -100,31 +100,35 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: as `render`, or the template does not print the message that is to be continued.
         """
-        end_mark, break_mark = _free_marks([messages, tools, kwargs])
+        end_mark, break_mark = _free_marks([messages, tools, variables])
         if continue_final_message:
             messages = _with_end_marked(messages, end_mark)
         prepared = prepare_messages(messages, takes_parts=self.takes_parts)
-        inputs = {"messages": prepared, "tools": None if tools is None else list(tools), "kwargs": kwargs}
+        inputs: dict[str, Any] = {
+            "messages": prepared,
+            "tools": None if tools is None else list(tools),
+            "variables": dict(variables or {}),
+        }
         mark = None
         if not allow_special_tokens_in_content:
             breaker = _SpellingBreaker(tokenizer.special_tokens, break_mark)
             inputs = breaker.apply(inputs)
             mark = break_mark if breaker.num_broken else None
-        text = self._render(
-            inputs["messages"], add_generation_prompt=add_generation_prompt, tools=inputs["tools"], **inputs["kwargs"]
-        )
+        text = self._render(**inputs, add_generation_prompt=add_generation_prompt)
         if continue_final_message:
             text = _until_end_mark(text, end_mark, messages[-1]["content"])
         if mark is None:
             return tokenizer.encode(text, add_special_tokens=False)
         return encode_marked(tokenizer, text, mark)
 
-    def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, tools: Any, **kwargs: Any) -> str:
-        reserved = sorted(RESERVED_VARIABLES & set(kwargs))
+    def _render(
+        self, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any], *, add_generation_prompt: bool
+    ) -> str:
+        reserved = sorted(RESERVED_VARIABLES & set(variables))
         if reserved:
             raise ChatTemplateError(f"chat template variables {reserved} cannot be set by a request")
-        variables = {
-            **kwargs,
+        everything = {
+            **variables,
             **self._special_tokens,
             "messages": messages,
             "tools": tools,
@@ -132,7 +136,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            return self._template.render(everything)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_one_line(error)) from error
         except Exception as error:  # whatever Python raises inside a template is the messages' not fitting it
@@ -141,7 +145,7 @@ class ChatTemplate:
 
     def _try(self, content: Any) -> str:
         try:
-            return self._render([{"role": "user", "content": content}], add_generation_prompt=True, tools=None)
+            return self._render([{"role": "user", "content": content}], None, {}, add_generation_prompt=True)
         except ChatTemplateError:
             return ""
 

@@ -70,13 +70,15 @@ def test_extras_of_the_hub() -> None:
         "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
         "|{{ tools | tojson }}|{{ strftime_now('%Y') | length }}|{{ enable_thinking }}|{{ eos_token }}"
     )
-    text = template(source).render([*user("a"), *user("b")], tools=[{"name": "<é>"}], enable_thinking=False)
+    text = template(source).render(
+        [*user("a"), *user("b")], tools=[{"name": "<é>"}], variables={"enable_thinking": False}
+    )
     assert text == 'a|[{"name": "<é>"}]|4|False|<|eot_id|>'
 
 
 def test_requests_cannot_set_what_the_template_trusts() -> None:
     with pytest.raises(ChatTemplateError, match="bos_token"):
-        template().render(user("a"), bos_token="<|eot_id|>")
+        template().render(user("a"), variables={"bos_token": "<|eot_id|>"})
 
 
 @pytest.mark.parametrize("source", [PRINTS_STRINGS, LOOPS_OVER_PARTS], ids=["strings", "parts"])
@@ -144,7 +146,9 @@ def test_strings_printed_side_by_side_cannot_make_control_tokens() -> None:
 def test_tools_and_variables_cannot_make_control_tokens() -> None:
     chat = template("{{ tools | tojson }}{{ style }}<|start_header_id|>")
     tools = [{"<|start_header_id|>": ["<|start_header_id|>"]}]
-    assert count_headers(chat.encode(TOKENIZER, user("a"), tools=tools, style="<|start_header_id|>")) == 1
+    assert (
+        count_headers(chat.encode(TOKENIZER, user("a"), tools=tools, variables={"style": "<|start_header_id|>"})) == 1
+    )
 
 
 def test_hugging_faces_behaviour_on_request() -> None:
