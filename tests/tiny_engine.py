@@ -1,0 +1,88 @@
+"""Real engines over a random two-layer model, small enough to compile in seconds."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine.build import build_engine
+from jaxserve.engine.client import EngineClient
+from jaxserve.engine.request import RequestOutput
+from jaxserve.models.params import LlamaParams, ParamSpec, param_specs
+from jaxserve.progress import NoProgress
+from jaxserve.sampling_params import SamplingParams
+
+VOCAB_SIZE = 64
+EOS = 1
+MODEL_CONFIG = ModelConfig(
+    vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8,
+    max_position_embeddings=128, eos_token_ids=(EOS,),
+)  # fmt: skip
+TIMEOUT = 120.0  # seconds that a machine under load may need
+
+
+@cache
+def tiny_params(dtype: str = "float32") -> LlamaParams:
+    """Seeded weights, drawn by numpy: jax would compile a program for it."""
+    rng = np.random.default_rng(0)
+
+    def draw(spec: ParamSpec) -> np.ndarray:
+        if spec.standard_deviation is None:
+            return np.ones(spec.shape, np.float32)
+        return (rng.standard_normal(spec.shape) * spec.standard_deviation).astype(jnp.dtype(dtype))
+
+    return jax.tree.map(draw, param_specs(MODEL_CONFIG), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+
+
+@contextmanager
+def tiny_engine(config: EngineConfig, model_config: ModelConfig = MODEL_CONFIG) -> Iterator[EngineClient]:
+    """A running engine; its programs are kept where the tests keep what they compile."""
+    dtype = "float32" if config.dtype == "auto" else config.dtype
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXSERVE_HOME", str(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "jaxserve"))
+        engine = build_engine(model_config, tiny_params(dtype), config, NoProgress())
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+class Answer:
+    """Outputs of one request as they come."""
+
+    def __init__(self, engine: EngineClient, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self._outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        self._unfinished = sampling.n
+        self.choices: list[list[int]] = [[] for _ in range(sampling.n)]
+        self.reasons: list[str] = [""] * sampling.n
+        self.request_id = engine.submit_with_callback(prompt, sampling, self._outputs.put)
+
+    def next(self) -> RequestOutput:
+        """Takes in one more output."""
+        output = self._outputs.get(timeout=TIMEOUT)
+        self.choices[output.index] += output.token_ids
+        if output.finish_reason is not None:
+            self.reasons[output.index] = output.finish_reason
+            self._unfinished -= 1
+        return output
+
+    def wait(self) -> list[list[int]]:
+        """Tokens of each choice, when all have ended."""
+        while self._unfinished:
+            self.next()
+        return self.choices
+
+
+def ask(engine: EngineClient, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    """What a request with one choice gives."""
+    return Answer(engine, prompt, sampling).wait()[0]
