@@ -22,9 +22,11 @@ def named_shardings(specs: Any, mesh: Mesh) -> Any:
     Raises:
         ValueError: if a sharded axis does not divide over the mesh.
     """
-    size = mesh.shape[TENSOR_AXIS]
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_declaration):
-        check_divides(jax.tree_util.keystr(path), spec.shape, spec.logical_axes, size)
+    declarations = [
+        (jax.tree_util.keystr(path), spec.shape, spec.logical_axes)
+        for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_declaration)
+    ]
+    check_divides(declarations, mesh.shape[TENSOR_AXIS])
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, partition_spec(spec.logical_axes)), specs, is_leaf=_is_declaration
     )

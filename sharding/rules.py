@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
@@ -21,13 +22,25 @@ def partition_spec(logical_axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*(LOGICAL_TO_MESH.get(axis) for axis in logical_axes))
 
 
-def check_divides(name: str, shape: Sequence[int], logical_axes: Sequence[str], tensor_parallel_size: int) -> None:
-    """Raises:
-    ValueError: if a sharded axis does not divide, naming the sizes that would.
+def check_divides(declarations: Sequence[tuple[str, Sequence[int], Sequence[str]]], tensor_parallel_size: int) -> None:
+    """Checks that every sharded axis of a model's arrays divides over the mesh.
+
+    Args:
+        declarations: name, shape and logical axes of each array.
+
+    Raises:
+        ValueError: if one does not, naming the sizes over which all of them do.
     """
-    for size, axis in zip(shape, logical_axes, strict=True):
-        if axis in LOGICAL_TO_MESH and size % tensor_parallel_size:
-            fitting = [n for n in range(1, size + 1) if size % n == 0 and n <= 64]
+    sharded = [
+        (name, axis, size)
+        for name, shape, logical_axes in declarations
+        for size, axis in zip(shape, logical_axes, strict=True)
+        if axis in LOGICAL_TO_MESH
+    ]
+    for name, axis, size in sharded:
+        if size % tensor_parallel_size:
+            common = math.gcd(*(size for _, _, size in sharded))
+            fitting = [n for n in range(1, common + 1) if common % n == 0]
             raise ValueError(
                 f"{name}: {axis}={size} does not divide over tensor_parallel_size={tensor_parallel_size}; "
                 f"sizes that work: {fitting}"
