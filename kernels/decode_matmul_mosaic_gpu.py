@@ -1,0 +1,396 @@
+"""Products of a few rows with a large weight matrix, for Hopper in Pallas Mosaic GPU.
+
+Such a product takes as long as its weights take to be read, so everything here serves the stream of weights. A thread
+block owns 64 or 128 columns of the weights. Its memory warpgroup fetches their tiles, and the tiles of x beside them,
+through a ring in shared memory; its compute warpgroup multiplies. The weights' columns are the rows of the tensor
+cores' result (they want 64 of them), and x's rows, padded to 8, are its columns, so that few rows cost little.
+
+Where the columns alone make too few thread blocks to draw the whole bandwidth, a cluster of blocks shares them and
+each block multiplies one part of k. The blocks leave their float32 results in memory (in practice: in L2), wait for
+each other, and each one adds up some of the rows, always in the same order: results are reproducible to the bit.
+
+With programmatic dependent launch this kernel starts while the one before it still runs. Where the caller promises
+that the weights don't depend on that one, it fills its ring with weights before it waits for the other's results.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+TILE = 64  # columns of a weight tile: a row of it is 128 bytes, the widest swizzle, and one wgmma has 64 rows of result
+BLOCK_K = 64
+ROW_ALIGNMENT = 8  # wgmma's columns, and the layout in shared memory
+MAX_ROWS = 128
+MAX_SPLIT = 4
+MIN_STAGES = 2
+
+# A cluster splits k until there are this many thread blocks: an H100 has 132 multiprocessors.
+_ENOUGH_BLOCKS = 96
+# Two blocks fit into a multiprocessor's shared memory: this kernel's and, ahead of its turn, the next one's.
+_RING_BYTES = 104 * 1024
+_MAX_STAGES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """How a product is cut: `split` thread blocks share the k dimension, each keeps `stages` tiles in flight."""
+
+    split: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        if self.split not in (1, 2, 4):
+            raise ValueError(f"{self.split=} must be 1, 2 or 4")
+        if self.stages < MIN_STAGES:
+            raise ValueError(f"{self.stages=} must be at least {MIN_STAGES}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything that is static: one compiled kernel belongs to one of these."""
+
+    rows: int
+    k: int
+    columns: int  # of the result
+    is_swiglu: bool
+    has_residual: bool
+    prefetches_weights: bool
+    out_dtype: jnp.dtype
+    config: TuningConfig
+    interpret: Any
+
+    @property
+    def on_device(self) -> bool:
+        return self.interpret is None
+
+    @property
+    def padded_rows(self) -> int:
+        return _round_up(self.rows, ROW_ALIGNMENT)
+
+    @property
+    def tiles(self) -> int:
+        """Weight tiles that a thread block multiplies side by side."""
+        return tiles_per_block(self.columns, self.is_swiglu)
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of the result that a thread block, or a cluster of them, owns."""
+        return TILE if self.is_swiglu else self.tiles * TILE
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of the result that each block of a cluster adds up and stores; the last blocks may have none."""
+        return _round_up(-(-self.padded_rows // self.config.split), ROW_ALIGNMENT)
+
+    @property
+    def steps(self) -> int:
+        return self.k // (BLOCK_K * self.config.split)
+
+    @property
+    def copies_per_step(self) -> int:
+        return self.tiles + 1
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def tiles_per_block(columns: int, is_swiglu: bool) -> int:
+    """Gate and up, or two neighbours where the columns allow it: x is then fetched half as often."""
+    return 2 if is_swiglu or columns % (2 * TILE) == 0 else 1
+
+
+def choose_config(rows: int, k: int, columns: int, *, is_swiglu: bool) -> TuningConfig:
+    """Picks by shape alone, so that every start compiles the same program."""
+    tiles = tiles_per_block(columns, is_swiglu)
+    blocks = columns // (TILE if is_swiglu else tiles * TILE)
+    split = 1
+    while split < MAX_SPLIT and blocks * split < _ENOUGH_BLOCKS and k % (2 * split * BLOCK_K) == 0:
+        split *= 2
+    stage_bytes = 2 * BLOCK_K * (tiles * TILE + _round_up(rows, ROW_ALIGNMENT))
+    return TuningConfig(split, stages=min(_RING_BYTES // stage_bytes, _MAX_STAGES))
+
+
+def unsupported_reason(x: Array, w: Array, out_dtype: jnp.dtype) -> str | None:
+    """Why the kernel can't take x [rows, k] and w [k, parts, columns], or None if it can."""
+    rows, k = x.shape
+    columns = w.shape[2]
+    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
+        return f"x is {x.dtype} and w {w.dtype}, both must be bfloat16"
+    if out_dtype not in (jnp.bfloat16, jnp.float32):
+        return f"{out_dtype=} is neither bfloat16 nor float32"
+    if not 1 <= rows <= MAX_ROWS:
+        return f"{rows=} is not in 1..{MAX_ROWS}"
+    if k % BLOCK_K or columns % TILE:
+        return f"{k=} must be a multiple of {BLOCK_K} and {columns=} of {TILE}"
+    return None
+
+
+def _fetch(problem: Problem, block, rank, x_ref, w_ref, residual_ref, smem, barriers) -> None:
+    """The memory warpgroup: weights ahead of everything, x as soon as the kernel before this one is done."""
+    stages, steps = problem.config.stages, problem.steps
+    first_step = rank * steps
+
+    def k_range(step):
+        return pl.ds(pl.multiple_of((first_step + step) * BLOCK_K, BLOCK_K), BLOCK_K)
+
+    def fetch_weights(step, slot):
+        for tile in range(problem.tiles):
+            part, column = (tile, block * TILE) if problem.is_swiglu else (0, (block * problem.tiles + tile) * TILE)
+            columns = pl.ds(pl.multiple_of(column, TILE), TILE)
+            plgpu.copy_gmem_to_smem(
+                w_ref.at[k_range(step), part, columns], smem["w"].at[slot, tile], barriers["ready"].at[slot]
+            )
+
+    def fetch_x(step, slot):
+        # The box of the copy is as tall as the padded rows; what lies outside of x reads as zero.
+        plgpu.copy_gmem_to_smem(
+            x_ref.at[pl.ds(0, problem.padded_rows), k_range(step)],
+            smem["x"].at[slot],
+            barriers["ready"].at[slot],
+            oob_mode=plgpu.OOBFillMode.ZEROS,
+        )
+
+    ahead = min(stages, steps)
+    if problem.prefetches_weights:
+        for step in range(ahead):
+            fetch_weights(step, step)
+    if problem.on_device:
+        # In this order: what a dependent kernel fetches before its own wait was complete before this kernel ran.
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
+    for step in range(ahead):
+        if not problem.prefetches_weights:
+            fetch_weights(step, step)
+        fetch_x(step, step)
+    if problem.has_residual:
+        plgpu.copy_gmem_to_smem(
+            residual_ref.at[_rank_rows(problem, rank), _out_columns(problem, block)],
+            smem["out"],
+            barriers["residual"],
+            oob_mode=plgpu.OOBFillMode.ZEROS,
+        )
+
+    def refill(step, carry):
+        slot = lax.rem(step, stages)
+        plgpu.barrier_wait(barriers["consumed"].at[slot])
+        fetch_weights(step, slot)
+        fetch_x(step, slot)
+        return carry
+
+    lax.fori_loop(ahead, steps, refill, None)
+    for slot in range(ahead):  # no barrier may be left with an arrival that nobody saw
+        plgpu.barrier_wait(barriers["consumed"].at[slot])
+
+
+def _rank_rows(problem: Problem, rank):
+    return pl.ds(pl.multiple_of(rank * problem.rows_per_rank, ROW_ALIGNMENT), problem.rows_per_rank)
+
+
+def _out_columns(problem: Problem, block):
+    return pl.ds(pl.multiple_of(block * problem.out_columns, TILE), problem.out_columns)
+
+
+def _multiply(problem: Problem, smem, barriers) -> list[Array]:
+    """The compute warpgroup's part of k: one [TILE, padded_rows] float32 result for each weight tile."""
+    stages = problem.config.stages
+
+    def body(*accumulators):
+        def step(i, carry):
+            slot = lax.rem(i, stages)
+            plgpu.barrier_wait(barriers["ready"].at[slot])
+            x = smem["x"].at[slot].transpose((1, 0))  # [BLOCK_K, padded_rows]
+            for tile, accumulator in enumerate(accumulators):
+                plgpu.wgmma(accumulator, smem["w"].at[slot, tile].transpose((1, 0)), x)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(barriers["consumed"].at[slot])
+            return carry
+
+        lax.fori_loop(0, problem.steps, step, None)
+        return [accumulator[...] for accumulator in accumulators]
+
+    accumulator = plgpu.ACC((TILE, problem.padded_rows), jnp.float32)
+    return pl.run_scoped(body, *[accumulator] * problem.tiles)
+
+
+def _exchange(problem: Problem, block, rank, results: list[Array], parts_ref, smem, barriers) -> None:
+    """Leaves this block's results for the cluster, and waits until all blocks have done so."""
+    for tile, result in enumerate(results):
+        smem["staging"].at[tile][...] = result
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem["staging"], parts_ref.at[block, rank])
+    plgpu.wait_smem_to_gmem(0)
+    plgpu.barrier_arrive(barriers["exchanged"])
+    plgpu.barrier_wait(barriers["exchanged"])
+
+
+def _add_parts(problem: Problem, block, rank, parts_ref, smem, barriers) -> list[Array]:
+    """The sums over the cluster, of this block's rows: [TILE, rows_per_rank] for each weight tile."""
+    plgpu.copy_gmem_to_smem(
+        parts_ref.at[block, :, :, :, _rank_rows(problem, rank)],
+        smem["received"],
+        barriers["received"],
+        oob_mode=plgpu.OOBFillMode.ZEROS,
+    )
+    plgpu.barrier_wait(barriers["received"])
+    sums = []
+    for tile in range(problem.tiles):
+        parts = [
+            plgpu.load(smem["received"].at[part, tile], layout=plgpu.Layout.WGMMA, optimized=False)
+            for part in range(problem.config.split)
+        ]
+        sums.append(functools.reduce(jnp.add, parts))
+    return sums
+
+
+def _finish(problem: Problem, block, rank, results: list[Array], out_ref, smem, barriers) -> None:
+    """Activation or residual in float32, one rounding, and the store."""
+    # 16-bit elements are transposed by ldmatrix and stmatrix, others between registers.
+    layout = plgpu.Layout.WGMMA if problem.out_dtype.itemsize == 2 else plgpu.Layout.WGMMA_TRANSPOSED
+    if problem.has_residual:
+        plgpu.barrier_wait(barriers["residual"])
+    if problem.is_swiglu:
+        gate, up = results
+        # In this order it takes fewer registers: at 64 rows two thread blocks fit into a multiprocessor.
+        results = [(gate * up) * lax.logistic(gate)]
+    for tile, result in enumerate(results):
+        target = smem["out"].at[:, pl.ds(tile * TILE, TILE)].transpose((1, 0))  # [TILE, rows_per_rank]
+        result = plgpu.layout_cast(result, layout)
+        if problem.has_residual:
+            result = result + plgpu.load(target, layout=layout, optimized=False).astype(jnp.float32)
+        target[...] = result.astype(problem.out_dtype)
+    plgpu.commit_smem()
+    # Rows past the result's end are left out by the copy.
+    plgpu.copy_smem_to_gmem(smem["out"], out_ref.at[_rank_rows(problem, rank), _out_columns(problem, block)])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _scratch(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shared memory and barriers of a thread block."""
+    split, stages, tiles = problem.config.split, problem.config.stages, problem.tiles
+    transforms = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
+    smem: dict[str, Any] = {
+        "out": plgpu.SMEM((problem.rows_per_rank, problem.out_columns), problem.out_dtype),
+    }
+    barriers: dict[str, Any] = {
+        "ready": plgpu.Barrier(num_arrivals=problem.copies_per_step, num_barriers=stages),
+        "consumed": plgpu.Barrier(num_barriers=stages),
+    }
+    ring = [
+        plgpu.SMEM((stages, tiles, BLOCK_K, TILE), jnp.bfloat16, transforms=transforms),
+        plgpu.SMEM((stages, problem.padded_rows, BLOCK_K), jnp.bfloat16, transforms=transforms),
+    ]
+    if split == 1:
+        smem["ring"] = ring
+    else:
+        # One after the other, so all in one place.
+        smem["ring"] = plgpu.RefUnion(
+            ring,
+            plgpu.SMEM((tiles, TILE, problem.padded_rows), jnp.float32),
+            plgpu.SMEM((split, tiles, TILE, problem.rows_per_rank), jnp.float32),
+        )
+        barriers["received"] = plgpu.Barrier()
+        barriers["exchanged"] = plgpu.ClusterBarrier(collective_axes=("rank",))
+    if problem.has_residual:
+        barriers["residual"] = plgpu.Barrier()
+    return smem, barriers
+
+
+def _named(problem: Problem, smem: dict[str, Any]) -> dict[str, Any]:
+    """Shared memory by name, whatever shares a place with the ring."""
+    if problem.config.split == 1:
+        w, x = smem["ring"]
+        return {"w": w, "x": x, "out": smem["out"]}
+    (w, x), staging, received = smem["ring"]
+    return {"w": w, "x": x, "staging": staging, "received": received, "out": smem["out"]}
+
+
+def _kernel(problem: Problem, x: Array, w: Array, residual: Array | None) -> Array:
+    split = problem.config.split
+
+    def decode_matmul(*refs, smem, barriers):
+        smem = _named(problem, smem)
+        x_ref, w_ref = refs[:2]
+        residual_ref = refs[2] if problem.has_residual else None
+        out_ref, parts_ref = refs[2 + problem.has_residual :]
+        block = lax.axis_index("block")
+        rank = lax.axis_index("rank") if split > 1 else jnp.int32(0)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def _compute():
+            results = _multiply(problem, smem, barriers)
+            if problem.on_device:
+                plgpu.griddepcontrol_wait()  # long over; what this warpgroup writes must be ordered by it as well
+            if split == 1:
+                _finish(problem, block, rank, results, out_ref, smem, barriers)
+                return
+            _exchange(problem, block, rank, results, parts_ref, smem, barriers)
+
+            @pl.when(rank * problem.rows_per_rank < problem.rows)
+            def _():
+                sums = _add_parts(problem, block, rank, parts_ref, smem, barriers)
+                _finish(problem, block, rank, sums, out_ref, smem, barriers)
+
+        @pl.when(warpgroup == 1)
+        def _memory():
+            _fetch(problem, block, rank, x_ref, w_ref, residual_ref, smem, barriers)
+
+    scratch, barrier_scratch = _scratch(problem)
+    blocks = problem.columns // problem.out_columns
+    parts_shape = (blocks, split, problem.tiles, TILE, problem.padded_rows) if split > 1 else (1,)
+    out, _ = plgpu.kernel(
+        decode_matmul,
+        out_type=(
+            jax.ShapeDtypeStruct((problem.rows, problem.columns), problem.out_dtype),
+            jax.ShapeDtypeStruct(parts_shape, jnp.float32),
+        ),
+        scratch_types={"smem": scratch, "barriers": barrier_scratch},
+        grid=(blocks,),
+        grid_names=("block",),
+        cluster=(split,) if split > 1 else (),
+        cluster_names=("rank",) if split > 1 else (),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=problem.interpret,
+    )(x, w, *(() if residual is None else (residual,)))
+    return out
+
+
+# The inner jit lets all layers of a program share one lowered kernel; a call site costs nothing then.
+@functools.partial(jax.jit, static_argnames=("is_swiglu", "out_dtype", "prefetch_weights", "config", "interpret"))
+def decode_matmul_mosaic_gpu(
+    x: Float[Array, "rows k"],
+    w: Float[Array, "k parts columns"],
+    residual: Float[Array, "rows columns"] | None = None,
+    *,
+    is_swiglu: bool,
+    out_dtype: jnp.dtype,
+    prefetch_weights: bool = False,
+    config: TuningConfig | None = None,
+    interpret: Any = None,
+) -> Float[Array, "rows columns"]:
+    """Computes what `decode_matmul` (one part) and `decode_matmul_swiglu` (gate and up) document.
+
+    `config=None` takes `choose_config`'s; `interpret` takes `plgpu.InterpretGPUParams()` to run on a CPU.
+    """
+    rows, k = x.shape
+    columns = w.shape[2]
+    if rows > ROW_ALIGNMENT and rows % ROW_ALIGNMENT:
+        # The copy engine fills up fewer rows than a tile has, but not the last of several tiles.
+        x = jnp.pad(x, ((0, -rows % ROW_ALIGNMENT), (0, 0)))
+    config = choose_config(rows, k, columns, is_swiglu=is_swiglu) if config is None else config
+    if k % (BLOCK_K * config.split):
+        raise ValueError(f"{k=} must be a multiple of {BLOCK_K} times {config.split=}")
+    problem = Problem(
+        rows, k, columns, is_swiglu, residual is not None, prefetch_weights, jnp.dtype(out_dtype), config, interpret
+    )
+    return _kernel(problem, x, w, residual)
