@@ -134,7 +134,7 @@ def unsupported_reason(x: Array, w: Array, out_dtype: jnp.dtype) -> str | None:
 
 
 def _fetch(problem: Problem, block, rank, x_ref, w_ref, residual_ref, smem, barriers) -> None:
-    """The memory warpgroup: weights ahead of everything, x as soon as the kernel before this one is done."""
+    """The memory warpgroup: weights, perhaps ahead of everything; x and residual after the kernel before this one."""
     stages, steps = problem.config.stages, problem.steps
     first_step = rank * steps
 
@@ -171,12 +171,15 @@ def _fetch(problem: Problem, block, rank, x_ref, w_ref, residual_ref, smem, barr
             fetch_weights(step, step)
         fetch_x(step, step)
     if problem.has_residual:
-        plgpu.copy_gmem_to_smem(
-            residual_ref.at[_rank_rows(problem, rank), _out_columns(problem, block)],
-            smem["out"],
-            barriers["residual"],
-            oob_mode=plgpu.OOBFillMode.ZEROS,
-        )
+
+        @pl.when(_has_rows(problem, rank))
+        def _():
+            plgpu.copy_gmem_to_smem(
+                residual_ref.at[_rank_rows(problem, rank), _out_columns(problem, block)],
+                smem["out"],
+                barriers["residual"],
+                oob_mode=plgpu.OOBFillMode.ZEROS,
+            )
 
     def refill(step, carry):
         slot = lax.rem(step, stages)
@@ -188,6 +191,10 @@ def _fetch(problem: Problem, block, rank, x_ref, w_ref, residual_ref, smem, barr
     lax.fori_loop(ahead, steps, refill, None)
     for slot in range(ahead):  # no barrier may be left with an arrival that nobody saw
         plgpu.barrier_wait(barriers["consumed"].at[slot])
+
+
+def _has_rows(problem: Problem, rank):
+    return rank * problem.rows_per_rank < problem.rows
 
 
 def _rank_rows(problem: Problem, rank):
@@ -334,7 +341,7 @@ def _kernel(problem: Problem, x: Array, w: Array, residual: Array | None) -> Arr
                 return
             _exchange(problem, block, rank, results, parts_ref, smem, barriers)
 
-            @pl.when(rank * problem.rows_per_rank < problem.rows)
+            @pl.when(_has_rows(problem, rank))
             def _():
                 sums = _add_parts(problem, block, rank, parts_ref, smem, barriers)
                 _finish(problem, block, rank, sums, out_ref, smem, barriers)
