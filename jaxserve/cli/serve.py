@@ -42,6 +42,10 @@ def serve(
     max_num_queued_requests: Annotated[
         int, typer.Option(metavar="COUNT", help="Requests that may wait; one more is refused.")
     ] = _ENGINE.max_num_queued_requests,
+    max_num_queued_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", help="Prompt tokens that may wait; a request with more is refused. Unset: any."),
+    ] = None,
     tensor_parallel_size: Annotated[
         int, typer.Option(metavar="COUNT", help="Devices that the model is cut across.")
     ] = _ENGINE.tensor_parallel_size,
@@ -83,6 +87,7 @@ def serve(
             device=device,
             tensor_parallel_size=tensor_parallel_size,
             max_num_queued_requests=max_num_queued_requests,
+            max_num_queued_tokens=max_num_queued_tokens,
         )
         server_config = ServerConfig(
             host=host,
