@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
-from jaxserve.protocol.choice_text import TextDelta
 from jaxserve.protocol.generation import TextGeneration, merged_deltas
+from jaxserve.protocol.logprobs import LogprobWriter, PlacedLogprobs
 from jaxserve.protocol.responses import (
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionMessage,
+    ChatLogprobs,
     ChoiceDelta,
     ChunkChoice,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
+    PromptLogprobs,
     TextFinishReason,
     Usage,
 )
 
+WrittenT = TypeVar("WrittenT")
 UsageMode = Literal["none", "last", "always"]
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that its choices start with."""
+
+    text: str
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -32,16 +45,22 @@ class Answer:
     """What a response is made of, streamed or not.
 
     Attributes:
-        generations: one for each prompt; prompt p holds the choices p * n .. p * n + n - 1.
-        echo: text that a choice starts with (its prompt, where that was asked for), by index.
+        generations: one for each prompt, with at least `choices_per_prompt` choices each; of more, the best are kept,
+            which only a response that is not streamed can do.
+        choices_per_prompt: prompt p has the choices p * choices_per_prompt and following.
+        echoes: one for each prompt, where that was asked for.
+        logprobs: writes the tokens' log probabilities, if they were asked for.
+        prompt_logprobs: writes those of the prompts, beside the choices; not streamed.
         usage: none; "last": one chunk at the end; "always": in every chunk as well. Streams only.
     """
 
     model: str
     generations: Sequence[TextGeneration]
-    num_choices: int
+    choices_per_prompt: int
     id: str
-    echo: Mapping[int, str] = field(default_factory=dict)
+    echoes: Sequence[Echo] = ()
+    logprobs: LogprobWriter | None = None
+    prompt_logprobs: LogprobWriter | None = None
     usage: UsageMode = "none"
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -59,35 +78,62 @@ class Answer:
             await generation.aclose()
 
 
-def new_id(kind: Literal["chatcmpl", "cmpl"]) -> str:
-    return f"{kind}-{uuid.uuid4().hex}"
+@dataclass
+class GatheredChoice:
+    """One choice, growing until it is whole."""
+
+    text: str = ""
+    finish_reason: TextFinishReason = "stop"
+    logprobs: list[PlacedLogprobs] = field(default_factory=list)
 
 
-async def gather_texts(answer: Answer) -> list[tuple[str, TextFinishReason]]:
-    """Text and finish reason of every choice, by index."""
-    pieces: list[list[str]] = [[answer.echo.get(index, "")] for index in range(answer.num_choices)]
-    reasons: dict[int, TextFinishReason] = {}
+def new_id(kind: Literal["chatcmpl", "cmpl", "resp", "msg"]) -> str:
+    return f"{kind}{'_' if kind in ('resp', 'msg') else '-'}{uuid.uuid4().hex}"
+
+
+async def gather(answer: Answer) -> list[GatheredChoice]:
+    """The choices of every prompt, whole, by index; without echoes."""
+    pieces: list[list[str]] = [[] for generation in answer.generations for _ in generation.choices]
+    choices = [GatheredChoice() for _ in pieces]
     try:
         async for delta in merged_deltas(answer.generations):
             pieces[delta.index].append(delta.text)
+            choices[delta.index].logprobs += delta.logprobs
             if delta.finish_reason is not None:
-                reasons[delta.index] = delta.finish_reason
+                choices[delta.index].finish_reason = delta.finish_reason
     finally:
         await answer.aclose()
-    return [("".join(texts), reasons[index]) for index, texts in enumerate(pieces)]
+    for choice, texts in zip(choices, pieces, strict=True):
+        choice.text = "".join(texts)
+    return _best(answer, choices)
+
+
+def _best(answer: Answer, choices: list[GatheredChoice]) -> list[GatheredChoice]:
+    """For each prompt the choices that it keeps: of more, those with the highest mean log probability, best first."""
+    kept: list[GatheredChoice] = []
+    for generation in answer.generations:
+        drawn, choices = choices[: len(generation.choices)], choices[len(generation.choices) :]
+        ranks = list(range(len(drawn)))
+        if len(drawn) > answer.choices_per_prompt:
+            means = [choice.total_logprob / max(1, choice.num_tokens) for choice in generation.choices]
+            ranks.sort(key=lambda index: -means[index])
+        kept += [drawn[index] for index in ranks[: answer.choices_per_prompt]]
+    return kept
 
 
 async def chat_completion(answer: Answer) -> ChatCompletion:
-    texts = await gather_texts(answer)
+    gathered = await gather(answer)
+    logprobs = await _written(answer.logprobs and answer.logprobs.chat, [choice.logprobs for choice in gathered])
     choices = [
         ChatChoice(
             index=index,
-            message=ChatCompletionMessage(role="assistant", content=text, refusal=None),
-            logprobs=None,
-            finish_reason=reason,
+            message=ChatCompletionMessage(role="assistant", content=choice.text, refusal=None),
+            logprobs=logprobs[index],
+            finish_reason=choice.finish_reason,
         )
-        for index, (text, reason) in enumerate(texts)
+        for index, choice in enumerate(gathered)
     ]
+    prompt_logprobs = {} if answer.prompt_logprobs is None else {"prompt_logprobs": (await _prompts(answer))[0]}
     return ChatCompletion(
         id=answer.id,
         object="chat.completion",
@@ -96,15 +142,28 @@ async def chat_completion(answer: Answer) -> ChatCompletion:
         choices=choices,
         usage=answer.total_usage(),
         system_fingerprint=None,
+        **prompt_logprobs,
     )
 
 
 async def completion(answer: Answer) -> Completion:
-    texts = await gather_texts(answer)
-    choices = [
-        CompletionChoice(index=index, text=text, logprobs=None, finish_reason=reason)
-        for index, (text, reason) in enumerate(texts)
-    ]
+    gathered = await gather(answer)
+    logprobs = await _written(answer.logprobs and answer.logprobs.completion, [choice.logprobs for choice in gathered])
+    echoes = [await _echo(answer, prompt) for prompt in range(len(answer.generations))]
+    prompt_logprobs = None if answer.prompt_logprobs is None else await _prompts(answer)
+    choices: list[CompletionChoice] = []
+    for index, choice in enumerate(gathered):
+        prompt = index // answer.choices_per_prompt
+        text, of_echo = echoes[prompt]
+        choices.append(
+            CompletionChoice(
+                index=index,
+                text=text + choice.text,
+                logprobs=_joined(of_echo, logprobs[index]),
+                finish_reason=choice.finish_reason,
+                **({} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs[prompt]}),
+            )
+        )
     return _completion(answer, choices, usage=answer.total_usage())
 
 
@@ -118,10 +177,11 @@ async def chat_completion_chunks(answer: Answer) -> AsyncGenerator[ChatCompletio
         async for delta in deltas:
             if not opened:
                 opened = True
-                for index in range(answer.num_choices):
+                for index in range(answer.choices_per_prompt):
                     yield _chat_chunk(answer, index, ChoiceDelta(role="assistant", content=""))
-            if delta.text:
-                yield _chat_chunk(answer, delta.index, ChoiceDelta(content=delta.text))
+            logprobs = answer.logprobs.chat(delta.logprobs) if answer.logprobs and delta.logprobs else None
+            if delta.text or logprobs:
+                yield _chat_chunk(answer, delta.index, ChoiceDelta(content=delta.text), logprobs=logprobs)
             if delta.finish_reason is not None:
                 yield _chat_chunk(answer, delta.index, ChoiceDelta(), delta.finish_reason)
     if answer.usage != "none":
@@ -130,22 +190,65 @@ async def chat_completion_chunks(answer: Answer) -> AsyncGenerator[ChatCompletio
 
 async def completion_chunks(answer: Answer) -> AsyncGenerator[Completion]:
     """For each index: its text, its finish reason; then the usage, if it was asked for."""
-    echoes = dict(answer.echo)
+    opened: set[int] = set()
     async with aclosing(merged_deltas(answer.generations)) as deltas:
         async for delta in deltas:
-            text = echoes.pop(delta.index, "") + delta.text
-            if text:
-                yield _completion_chunk(answer, TextDelta(delta.index, text))
+            text, of_echo = "", None
+            if delta.index not in opened:
+                opened.add(delta.index)
+                text, of_echo = await _echo(answer, delta.index // answer.choices_per_prompt)
+            logprobs = answer.logprobs.completion(delta.logprobs) if answer.logprobs and delta.logprobs else None
+            logprobs = _joined(of_echo, logprobs)
+            if text or delta.text or logprobs:
+                yield _completion_chunk(answer, delta.index, text + delta.text, logprobs=logprobs)
             if delta.finish_reason is not None:
-                yield _completion_chunk(answer, TextDelta(delta.index, "", delta.finish_reason))
+                yield _completion_chunk(answer, delta.index, "", delta.finish_reason)
     if answer.usage != "none":
         yield _completion(answer, [], usage=answer.total_usage())
 
 
+async def _written(
+    write: Callable[[Sequence[PlacedLogprobs]], WrittenT] | None, tokens: Sequence[Sequence[PlacedLogprobs]]
+) -> list[WrittenT | None]:
+    """The choices' log probabilities, written in a thread: those of long answers take their time."""
+    if write is None:
+        return [None] * len(tokens)
+    return await asyncio.to_thread(lambda: [write(of_choice) for of_choice in tokens])
+
+
+async def _echo(answer: Answer, prompt: int) -> tuple[str, CompletionLogprobs | None]:
+    """What a prompt's choices start with, once the engine has begun to answer."""
+    if not answer.echoes:
+        return "", None
+    echo, logprobs = answer.echoes[prompt], answer.generations[prompt].prompt_logprobs
+    if answer.logprobs is None or logprobs is None:
+        return echo.text, None
+    return echo.text, await asyncio.to_thread(answer.logprobs.echo, echo.token_ids, logprobs, echo.text)
+
+
+async def _prompts(answer: Answer) -> list[PromptLogprobs | None]:
+    """The prompts' own log probabilities, if they were asked for."""
+    logprobs = [generation.prompt_logprobs or () for generation in answer.generations]
+    writer = answer.prompt_logprobs
+    if writer is None:
+        return [None] * len(logprobs)
+    return await asyncio.to_thread(lambda: [writer.prompt(of_prompt) for of_prompt in logprobs])
+
+
+def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    if first is None or second is None:
+        return first or second
+    return CompletionLogprobs.joined([first, second])
+
+
 def _chat_chunk(
-    answer: Answer, index: int, delta: ChoiceDelta, finish_reason: TextFinishReason | None = None
+    answer: Answer,
+    index: int,
+    delta: ChoiceDelta,
+    finish_reason: TextFinishReason | None = None,
+    logprobs: ChatLogprobs | None = None,
 ) -> ChatCompletionChunk:
-    choices = [ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=finish_reason)]
+    choices = [ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)]
     if answer.usage == "none":
         return _new_chat_chunk(answer, choices)
     return _new_chat_chunk(answer, choices, usage=answer.total_usage() if answer.usage == "always" else None)
@@ -163,8 +266,14 @@ def _new_chat_chunk(answer: Answer, choices: list[ChunkChoice], **usage: Usage |
     )
 
 
-def _completion_chunk(answer: Answer, delta: TextDelta) -> Completion:
-    choices = [CompletionChoice(index=delta.index, text=delta.text, logprobs=None, finish_reason=delta.finish_reason)]
+def _completion_chunk(
+    answer: Answer,
+    index: int,
+    text: str,
+    finish_reason: TextFinishReason | None = None,
+    logprobs: CompletionLogprobs | None = None,
+) -> Completion:
+    choices = [CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason)]
     if answer.usage == "none":
         return _completion(answer, choices)
     return _completion(answer, choices, usage=answer.total_usage() if answer.usage == "always" else None)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from jaxserve.engine.request import RequestOutput
+from jaxserve.engine.request import RequestOutput, TokenLogprobs
 from jaxserve.protocol.choice_text import ChoiceText, TextDelta
 from jaxserve.protocol.course import CourseTimer
 from jaxserve.protocol.engine_protocol import TokenStream
@@ -22,22 +22,33 @@ class TextGeneration:
 
     Attributes:
         prompt_tokens, completion_tokens, cached_tokens: so far; final once `deltas` has ended.
+        choices: what becomes of each, by the engine's index.
+        prompt_logprobs: of each prompt token, if they were asked for; there from the first delta on.
     """
 
     def __init__(
-        self, stream: TokenStream, choices: Sequence[ChoiceText], *, prompt_tokens: int, observer: RequestObserver
+        self,
+        stream: TokenStream,
+        choices: Sequence[ChoiceText],
+        *,
+        prompt_tokens: int,
+        observer: RequestObserver,
+        awaits_prompt_logprobs: bool = False,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
+        self.choices = choices
+        self.prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+        self._awaits_prompt = awaits_prompt_logprobs
+        self._held: list[RequestOutput] = []
         self._stream = stream
-        self._choices = choices
         self._timer = CourseTimer(observer)
         self._failed = False
         self._closed = False
 
     @property
     def completion_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self._choices)
+        return sum(choice.num_tokens for choice in self.choices)
 
     async def deltas(self) -> AsyncGenerator[TextDelta]:
         """One delta for each output of the engine, until every choice has finished.
@@ -46,19 +57,16 @@ class TextGeneration:
             InternalServerError: the engine failed this request.
         """
         try:
-            async for output in self._stream:
-                choice = self._choices[output.index]
-                if choice.finish_reason is not None:  # tokens launched before its stop string was seen
-                    continue
-                self._check(output)
-                self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
-                self._timer.take(output)
-                delta = choice.push(output)
-                if delta.finish_reason is not None and output.finish_reason is None:
-                    self._stream.abort(output.index)
-                yield delta
-                if delta.finish_reason is not None and all(choice.finish_reason for choice in self._choices):
-                    return
+            async for received in self._stream:
+                for output in self._ready(received):
+                    choice = self.choices[output.index]
+                    if choice.finish_reason is not None:  # tokens launched before its stop string was seen
+                        continue
+                    self._check(output)
+                    delta = self._push(choice, output)
+                    yield delta
+                    if delta.finish_reason is not None and all(choice.finish_reason for choice in self.choices):
+                        return
             raise InternalServerError("the engine ended this answer before it was complete", code="engine_error")
         except Exception:
             self._failed = True
@@ -72,7 +80,7 @@ class TextGeneration:
             return
         self._closed = True
         unfinished: Outcome = "error" if self._failed else "abort"
-        outcomes: list[Outcome] = [choice.finish_reason or unfinished for choice in self._choices]
+        outcomes: list[Outcome] = [choice.finish_reason or unfinished for choice in self.choices]
         self._timer.finish(
             outcomes,
             prompt_tokens=self.prompt_tokens,
@@ -80,6 +88,27 @@ class TextGeneration:
             cached_tokens=self.cached_tokens,
         )
         await self._stream.aclose()
+
+    def _ready(self, output: RequestOutput) -> Sequence[RequestOutput]:
+        """The outputs that may be told; none before that with the prompt's log probabilities, which begin an echo."""
+        if not self._awaits_prompt:
+            return (output,)
+        self._check(output)
+        self._held.append(output)
+        if output.prompt_logprobs is None:
+            return ()
+        self.prompt_logprobs = output.prompt_logprobs
+        self._awaits_prompt = False
+        held, self._held = self._held, []
+        return held
+
+    def _push(self, choice: ChoiceText, output: RequestOutput) -> TextDelta:
+        self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
+        self._timer.take(output)
+        delta = choice.push(output)
+        if delta.finish_reason is not None and output.finish_reason is None:
+            self._stream.abort(output.index)
+        return delta
 
     def _check(self, output: RequestOutput) -> None:
         if output.finish_reason == "error":

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from jaxserve.protocol.errors import BadRequestError
-from jaxserve.protocol.requests import ChatCompletionRequest, ChatMessage
+from jaxserve.protocol.requests import ChatPromptFields
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -33,7 +32,7 @@ class PromptBuilder:
         longest = max((len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1)
         self._max_prompt_bytes = max_model_len * max(longest, 1)
 
-    def chat(self, request: ChatCompletionRequest) -> list[int]:
+    def chat(self, request: ChatPromptFields) -> list[int]:
         """Token ids of a conversation.
 
         Raises:
@@ -43,15 +42,15 @@ class PromptBuilder:
             raise BadRequestError(
                 "this model has no chat template: send a plain prompt to /v1/completions", code="no_chat_template"
             )
-        texts = (text for message in request.messages for text in _texts(message))
-        self._check_length(texts, "messages")
-        messages = [_for_template(message) for message in request.messages]
+        self._check_length((text for message in request.messages for text in message.texts()), "messages")
         try:
             return self._template.encode(
                 self._tokenizer,
-                messages,
+                [message.for_template() for message in request.messages],
+                add_generation_prompt=request.opens_answer,
+                continue_final_message=request.continue_final_message,
                 allow_special_tokens_in_content=self._allow_special_tokens,
-                add_generation_prompt=request.add_generation_prompt,
+                variables=request.chat_template_kwargs,
             )
         except ChatTemplateError as error:
             raise BadRequestError(
@@ -60,7 +59,7 @@ class PromptBuilder:
                 code="chat_template_error",
             ) from error
 
-    def completion(self, prompt: str | list[int], param: str) -> list[int]:
+    def completion(self, prompt: str | list[int], param: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt; ids that the client sent pass as they are.
 
         Raises:
@@ -68,14 +67,21 @@ class PromptBuilder:
         """
         if not isinstance(prompt, str):
             return prompt
-        self._check_length([prompt], param)
-        token_ids = self._tokenizer.encode(prompt)
+        token_ids = self.encode(prompt, param, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise BadRequestError(
-                f"`{param}` is empty: this model's tokenizer adds nothing to it, and there is nothing to continue",
-                param=param,
+                f"`{param}` is empty, and nothing is added to it: there is nothing to go on from", param=param
             )
         return token_ids
+
+    def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text as Hugging Face has them; none for an empty one to which nothing is added.
+
+        Raises:
+            BadRequestError: it is longer than anything that fits.
+        """
+        self._check_length([text], param)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_length(self, texts: Iterable[str], param: str) -> None:
         """Refuses what no tokenizing could make fit, before work is spent on it."""
@@ -89,13 +95,3 @@ class PromptBuilder:
                 param=param,
                 code="context_length_exceeded",
             )
-
-
-def _texts(message: ChatMessage) -> list[str]:
-    return [message.content] if isinstance(message.content, str) else [part.text for part in message.content]
-
-
-def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """The message as templates know it: without absent fields, `developer` by the name that models learnt."""
-    fields = message.model_dump(exclude_none=True)
-    return fields | {"role": "system"} if message.role == "developer" else fields

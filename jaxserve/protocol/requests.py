@@ -2,9 +2,9 @@
 
 A field has its documented effect, or is refused with a 400 that names it:
 
-* fields of the models below take effect; those of `_Ignored` are accepted and change nothing, as the API has it;
+* fields of the models below take effect; those of `AccountFields` are accepted and change nothing, as the API has it;
 * fields that OpenAI or vLLM know and this server does not support are refused, unless their value asks for nothing
-  (`UNSUPPORTED_*` lists those values, such as `"tools": []` or `"presence_penalty": 0`);
+  (`UNSUPPORTED_*` lists those values, such as `"tools": []` or `"suffix": ""`);
 * any other field is refused as unknown;
 * null is the same as absent, everywhere.
 
@@ -13,35 +13,31 @@ Types are strict: "5", 1.5 and true are no integers.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-from jaxserve.protocol.errors import BadRequestError
-from jaxserve.sampling_params import MAX_CHOICES, SEED_MAX, SEED_MIN, SamplingParams
+from jaxserve.protocol.messages import ChatMessage
+from jaxserve.protocol.validation import StrictModel
+from jaxserve.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SEED_MAX, SEED_MIN, SamplingParams
 
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
-MAX_TOTAL_CHOICES = 1024  # prompts x n of one request
+MAX_TOTAL_CHOICES = 1024  # prompts x choices of one request
 MAX_PROMPT_TOKEN_IDS = 1 << 20
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_LENGTH = 1000  # characters
 MAX_STOP_TOKEN_IDS = 128
+MAX_TEMPLATE_VARIABLES = 64
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` on the completions route
 
 # Field -> values that ask for nothing, so that sending them is no error.
 UNSUPPORTED_COMMON: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "use_beam_search": (False,),
@@ -49,40 +45,24 @@ UNSUPPORTED_COMMON: dict[str, tuple[Any, ...]] = {
 UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED_COMMON | {
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
-UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED_COMMON | {"logprobs": (), "suffix": ("",)}
-UNSUPPORTED_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "reasoning_content": ("",),
-    "refusal": ("",),
-    "tool_calls": ([],),
-}
+UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED_COMMON | {"suffix": ("",)}
 UNSUPPORTED_STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _Ignored(_Strict):
+class AccountFields(StrictModel):
     """Fields about the client's account or OpenAI's storage: checked for their type, without effect here."""
 
     metadata: dict[str, str] | None = None
@@ -94,7 +74,7 @@ class _Ignored(_Strict):
     user: str | None = None
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     """What an event stream carries beside text.
 
     Attributes:
@@ -114,23 +94,57 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGT
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class _Generation(_Ignored):
-    """What both routes take. Ranges are `SamplingParams`'; they are repeated here so that errors name the field."""
+class SamplingFields(AccountFields):
+    """How tokens are drawn, and when an answer ends: the same on every route.
+
+    Ranges are `SamplingParams`'; they are repeated here so that errors name the field.
+    """
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0.0, le=2.0)
     top_p: float = Field(1.0, ge=0.0, le=1.0)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0.0, le=1.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)
+    logit_bias: dict[str, float] = Field({})  # keys are token ids, as JSON has no other keys than strings
     seed: int | None = Field(None, ge=SEED_MIN, le=SEED_MAX)
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_list_of_stops)] = []
+    stop: Annotated[list[StopString], BeforeValidator(_list_of_stops)] = Field([], max_length=MAX_STOP_STRINGS)
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKEN_IDS)
+    min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     stream: bool = False
+
+
+class GenerationRequest(SamplingFields):
+    """What chat completions and completions take beside that."""
+
+    max_tokens: int | None = Field(None, ge=0)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
+
+    @property
+    def num_drawn(self) -> int:
+        """Choices generated for each prompt, of which `n` are returned."""
+        return self.n
+
+    @property
+    def output_limit(self) -> int | None:
+        """Tokens of a choice at most; None: as many as there is room for; 0: the prompt is scored only."""
+        return self.max_tokens
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Alternatives beside each token's log probability; None: nothing is told of any."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens, wherever they are told."""
+        return self.prompt_logprobs
 
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -139,6 +153,12 @@ class _Generation(_Ignored):
         return self.include_usage() and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling(self, *, max_tokens: int | None) -> SamplingParams:
+        """What the engine is asked for.
+
+        Args:
+            max_tokens: tokens of a choice, at least 1; None: as many as there is room for.
+        """
+        ranks = self.num_drawn > self.n  # by their log probabilities
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -146,48 +166,73 @@ class _Generation(_Ignored):
             top_k=self.top_k,
             min_p=self.min_p,
             seed=self.seed,
-            n=self.n,
+            n=self.num_drawn,
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
+            min_tokens=self.min_tokens,
+            logprobs=0 if ranks and self.num_top_logprobs is None else self.num_top_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
         )
 
 
-class TextPart(_Strict):
-    """A piece of a message's content."""
+class ChatPromptFields(StrictModel):
+    """What the prompt of a conversation is made of, wherever a conversation may be sent.
 
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Strict):
-    """One turn. `developer` is rendered as `system`, which is what chat templates know it by."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
-    name: str | None = None
-    tool_call_id: str | None = None
-
-
-class ChatCompletionRequest(_Generation):
-    """Body of POST /v1/chat/completions. `max_completion_tokens` is the newer name of `max_tokens`."""
+    Attributes:
+        add_generation_prompt: the prompt opens the assistant's turn; None: it does, unless a message is continued.
+        continue_final_message: the prompt ends with the last message's text, and the answer goes on from there.
+        chat_template_kwargs: further variables for the model's template.
+    """
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field({}, max_length=MAX_TEMPLATE_VARIABLES)
 
+    @property
+    def opens_answer(self) -> bool:
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+
+class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
+    """Body of POST /v1/chat/completions. `max_completion_tokens` is the newer name of `max_tokens`."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
     def output_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 
 
-class CompletionRequest(_Generation):
-    """Body of POST /v1/completions. `best_of` may only repeat `n`: every choice drawn is returned."""
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions.
+
+    Attributes:
+        echo: choices start with their prompt; with `logprobs`, so do the log probabilities.
+        best_of: choices drawn, of which the `n` with the highest mean log probability are returned.
+        max_tokens: 0, with echo and log probabilities, scores the prompt and generates nothing.
+        add_special_tokens: text prompts get what the tokenizer adds by itself (usually BOS, or nothing).
+    """
 
     prompt: Prompt
     echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    add_special_tokens: bool = True
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts one by one, whichever of the four forms they came in."""
@@ -197,46 +242,19 @@ class CompletionRequest(_Generation):
             return [self.prompt]  # type: ignore[list-item]  # a list that starts with an int is one of ints
         return self.prompt  # type: ignore[return-value]
 
+    @property
+    def num_drawn(self) -> int:
+        return self.n if self.best_of is None else self.best_of
+
+    @property
     def output_limit(self) -> int | None:
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.logprobs
 
-def check_chat_rules(request: ChatCompletionRequest) -> None:
-    """Rules between fields, which types alone do not express."""
-    check_stream_options(request)
-    limits = {request.max_tokens, request.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise BadRequestError(
-            f"`max_tokens` ({request.max_tokens}) and `max_completion_tokens` ({request.max_completion_tokens}) name "
-            "the same limit: send one of them",
-            param="max_completion_tokens",
-        )
-    for position, message in enumerate(request.messages):
-        if message.role == "tool" and message.tool_call_id is None:
-            raise BadRequestError(
-                f"`messages[{position}].tool_call_id` is missing: a tool message says which call it answers",
-                param=f"messages[{position}].tool_call_id",
-                code="missing_required_parameter",
-            )
-        if message.role != "tool" and message.tool_call_id is not None:
-            raise BadRequestError(
-                f"`messages[{position}].tool_call_id` belongs to tool messages, not to role {message.role!r}",
-                param=f"messages[{position}].tool_call_id",
-            )
-
-
-def check_completion_rules(request: CompletionRequest) -> None:
-    """Rules between fields, which types alone do not express."""
-    check_stream_options(request)
-    if request.best_of is not None and request.best_of != request.n:
-        raise BadRequestError(
-            f"`best_of` ({request.best_of}) must equal `n` ({request.n}): choices are not ranked here", param="best_of"
-        )
-    total = len(request.prompts()) * request.n
-    if total > MAX_TOTAL_CHOICES:
-        raise BadRequestError(f"prompts times `n` is {total}; the limit is {MAX_TOTAL_CHOICES}", param="n")
-
-
-def check_stream_options(request: _Generation) -> None:
-    if request.stream_options is not None and not request.stream:
-        raise BadRequestError("`stream_options` goes with `stream: true` only", param="stream_options")
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        return max(wanted, default=None)

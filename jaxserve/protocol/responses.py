@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -42,6 +43,56 @@ class Usage(_Response):
         )
 
 
+class TopLogprob(_Response):
+    """One of the tokens that were most likely at a place. `token` is escaped where its bytes alone are no text."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """The token that stands there, and the most likely ones, most likely first."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Response):
+    """One entry for each token that counts as completion, those that no text shows (stop tokens) included."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(_Response):
+    """Parallel lists, one item for each token; with `echo`, the prompt's come first."""
+
+    text_offset: list[int]  # characters from the start of the choice's text
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+    @staticmethod
+    def joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            text_offset=[offset for part in parts for offset in part.text_offset],
+            token_logprobs=[logprob for part in parts for logprob in part.token_logprobs],
+            tokens=[token for part in parts for token in part.tokens],
+            top_logprobs=[top for part in parts for top in part.top_logprobs],
+        )
+
+
+class PromptLogprob(_Response):
+    """One candidate for a place in the prompt. `rank` is 1 for the most likely; null if it is not among those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; the first is null, for nothing stands before it
+
+
 class ChatCompletionMessage(_Response):
     """The assistant's turn. It can be sent back as a message of the next request."""
 
@@ -53,7 +104,7 @@ class ChatCompletionMessage(_Response):
 class ChatChoice(_Response):
     index: int
     message: ChatCompletionMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: TextFinishReason
 
 
@@ -67,6 +118,7 @@ class ChatCompletion(_Response):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChoiceDelta(_Response):
@@ -77,7 +129,7 @@ class ChoiceDelta(_Response):
 class ChunkChoice(_Response):
     index: int
     delta: ChoiceDelta
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: TextFinishReason | None
 
 
@@ -96,8 +148,9 @@ class ChatCompletionChunk(_Response):
 class CompletionChoice(_Response):
     index: int
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobs | None
     finish_reason: TextFinishReason | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(_Response):
@@ -123,3 +176,18 @@ class Model(_Response):
 class ModelList(_Response):
     object: Literal["list"]
     data: list[Model]
+
+
+class Tokens(_Response):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(_Response):
+    """Answer of /detokenize."""
+
+    prompt: str

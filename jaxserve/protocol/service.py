@@ -7,19 +7,21 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError
 from jaxserve.protocol import assembly
-from jaxserve.protocol.assembly import Answer
+from jaxserve.protocol.assembly import Answer, Echo
 from jaxserve.protocol.choice_text import ChoiceText
 from jaxserve.protocol.engine_protocol import Engine, TokenStream
 from jaxserve.protocol.errors import ApiError, BadRequestError, NotFoundError, from_engine_error
 from jaxserve.protocol.generation import TextGeneration
+from jaxserve.protocol.logprobs import LogprobWriter
 from jaxserve.protocol.observer import NoObserver, RequestObserver
 from jaxserve.protocol.prompts import PromptBuilder
-from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest
+from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from jaxserve.protocol.responses import ChatCompletion, ChatCompletionChunk, Completion, Model, ModelList
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -50,11 +52,14 @@ class ChunkStream(Generic[ChunkT]):
         await self._answer.aclose()
 
 
+MAX_LOGPROBS_HELD = 4_000_000  # log probabilities that one response may hold before any of it is sent
+
+
 @dataclass(frozen=True)
 class _EncodedPrompt:
     token_ids: list[int]
     param: str  # what errors call it
-    echo: str = ""
+    echo: str = ""  # its text, where that is told
 
 
 class OpenAIService:
@@ -143,34 +148,37 @@ class OpenAIService:
     async def _chat_answer(self, request: ChatCompletionRequest, observer: RequestObserver | None) -> Answer:
         self._check_generation(request)
         token_ids = await self._in_thread(lambda: self._prompts.chat(request))
-        prompts = [_EncodedPrompt(token_ids, "messages")]
-        generations = self._submit(request, prompts, request.output_limit(), observer or NoObserver())
-        return Answer(
-            model=self.model_name,
-            generations=generations,
-            num_choices=request.n,
-            id=assembly.new_id("chatcmpl"),
-            usage=_usage(request),
-        )
+        return self._answer("chatcmpl", request, [_EncodedPrompt(token_ids, "messages")], observer)
 
     async def _completion_answer(self, request: CompletionRequest, observer: RequestObserver | None) -> Answer:
         self._check_generation(request)
         prompts = await self._in_thread(lambda: self._encode_prompts(request))
-        generations = self._submit(request, prompts, request.output_limit(), observer or NoObserver())
-        echo = {
-            position * request.n + choice: prompt.echo
-            for position, prompt in enumerate(prompts)
-            for choice in range(request.n)
-            if request.echo
-        }
+        return self._answer("cmpl", request, prompts, observer, has_echoes=request.echo)
+
+    def _answer(
+        self,
+        kind: Literal["chatcmpl", "cmpl"],
+        request: GenerationRequest,
+        prompts: Sequence[_EncodedPrompt],
+        observer: RequestObserver | None,
+        *,
+        has_echoes: bool = False,
+    ) -> Answer:
+        """Queues the prompts; what becomes of them makes up the answer."""
+        generations = self._submit(request, prompts, observer or NoObserver())
         return Answer(
             model=self.model_name,
             generations=generations,
-            num_choices=request.n * len(prompts),
-            id=assembly.new_id("cmpl"),
-            echo=echo,
+            choices_per_prompt=request.n,
+            id=assembly.new_id(kind),
+            echoes=[Echo(prompt.echo, prompt.token_ids) for prompt in prompts] if has_echoes else (),
+            logprobs=self._writer(request.num_top_logprobs),
+            prompt_logprobs=self._writer(request.prompt_logprobs),
             usage=_usage(request),
         )
+
+    def _writer(self, num_top: int | None) -> LogprobWriter | None:
+        return None if num_top is None else LogprobWriter(self.tokenizer, num_top)
 
     def _encode_prompts(self, request: CompletionRequest) -> list[_EncodedPrompt]:
         """In a thread: token ids of every prompt, and its text where it is to be echoed."""
@@ -178,29 +186,31 @@ class OpenAIService:
         several = isinstance(request.prompt, list) and not isinstance(request.prompt[0], int)
         for position, prompt in enumerate(request.prompts()):
             param = f"prompt[{position}]" if several else "prompt"
-            token_ids = self._prompts.completion(prompt, param)
-            echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) if request.echo else ""
+            token_ids = self._prompts.completion(prompt, param, add_special_tokens=request.add_special_tokens)
+            echo = ""
+            if request.echo:
+                echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
             encoded.append(_EncodedPrompt(token_ids, param, echo))
         return encoded
 
     def _submit(
-        self,
-        request: ChatCompletionRequest | CompletionRequest,
-        prompts: Sequence[_EncodedPrompt],
-        max_tokens: int | None,
-        observer: RequestObserver,
+        self, request: GenerationRequest, prompts: Sequence[_EncodedPrompt], observer: RequestObserver
     ) -> list[TextGeneration]:
         """Queues every prompt, or none: the request fails as a whole."""
+        self._check_logprobs(request, prompts)
         streams: list[TokenStream] = []
         generations: list[TextGeneration] = []
         try:
             for prompt in prompts:
-                room = max(1, self.engine.max_model_len - len(prompt.token_ids))
-                sampling = request.sampling(max_tokens=None if max_tokens is None else min(max_tokens, room))
-                streams.append(self.engine.submit(prompt.token_ids, sampling))
-                choices = self._choices(request, prompt, first_index=len(generations) * request.n)
+                streams.append(self.engine.submit(prompt.token_ids, self._sampling(request, prompt)))
                 generations.append(
-                    TextGeneration(streams[-1], choices, prompt_tokens=len(prompt.token_ids), observer=observer)
+                    TextGeneration(
+                        streams[-1],
+                        self._choices(request, prompt, first_index=len(generations) * request.num_drawn),
+                        prompt_tokens=len(prompt.token_ids),
+                        observer=observer,
+                        awaits_prompt_logprobs=request.num_prompt_logprobs is not None,
+                    )
                 )
         except BaseException as error:
             for stream in streams:
@@ -210,9 +220,17 @@ class OpenAIService:
             raise
         return generations
 
-    def _choices(
-        self, request: ChatCompletionRequest | CompletionRequest, prompt: _EncodedPrompt, first_index: int
-    ) -> list[ChoiceText]:
+    def _sampling(self, request: GenerationRequest, prompt: _EncodedPrompt) -> SamplingParams:
+        room = max(1, self.engine.max_model_len - len(prompt.token_ids))
+        if request.min_tokens > room:
+            raise BadRequestError(
+                f"`min_tokens` is {request.min_tokens}; `{prompt.param}` leaves room for {room}", param="min_tokens"
+            )
+        limit = request.output_limit
+        # The engine generates one token at least; where only the prompt is scored, that token is no part of the answer.
+        return request.sampling(max_tokens=None if limit is None else min(max(limit, 1), room))
+
+    def _choices(self, request: GenerationRequest, prompt: _EncodedPrompt, first_index: int) -> list[ChoiceText]:
         return [
             ChoiceText(
                 first_index + choice,
@@ -220,11 +238,33 @@ class OpenAIService:
                 prompt.token_ids,
                 stops=request.stop,
                 skip_special_tokens=request.skip_special_tokens,
+                min_tokens=request.min_tokens,
+                max_tokens=request.output_limit,
+                text_length=len(prompt.echo),
             )
-            for choice in range(request.n)
+            for choice in range(request.num_drawn)
         ]
 
-    def _check_generation(self, request: ChatCompletionRequest | CompletionRequest) -> None:
+    def _check_logprobs(self, request: GenerationRequest, prompts: Sequence[_EncodedPrompt]) -> None:
+        """Refuses what could only be held in memory as a whole, and is too much for that."""
+        held = 0
+        limit = request.output_limit
+        for prompt in prompts:
+            room = max(1, self.engine.max_model_len - len(prompt.token_ids))
+            new_tokens = room if limit is None else min(limit, room)
+            if request.num_prompt_logprobs is not None:
+                held += request.n * len(prompt.token_ids) * (request.num_prompt_logprobs + 1)
+            if request.num_top_logprobs is not None and not request.stream:
+                held += request.num_drawn * new_tokens * (request.num_top_logprobs + 1)
+        if held > MAX_LOGPROBS_HELD:
+            param = "prompt_logprobs" if request.num_top_logprobs is None else "logprobs"
+            raise BadRequestError(
+                f"this may give {held} log probabilities in one response; the limit is {MAX_LOGPROBS_HELD}: ask for "
+                "fewer choices, tokens or alternatives",
+                param=param,
+            )
+
+    def _check_generation(self, request: GenerationRequest) -> None:
         if request.model is not None:
             self._check_model(request.model)
         vocab_size = self.engine.model_config.vocab_size
@@ -247,7 +287,7 @@ class OpenAIService:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _usage(request: ChatCompletionRequest | CompletionRequest) -> assembly.UsageMode:
+def _usage(request: GenerationRequest) -> assembly.UsageMode:
     if request.continuous_usage():
         return "always"
     return "last" if request.include_usage() else "none"

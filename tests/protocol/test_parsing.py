@@ -13,6 +13,7 @@ from jaxserve.protocol.requests import (
     CompletionRequest,
 )
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -35,6 +36,10 @@ def refusal(**fields: Any) -> BadRequestError:
         ("top_p", -0.1), ("top_k", -2), ("top_k", 1.5), ("min_p", 1.1), ("seed", 2**63), ("seed", 2**64), ("seed", 1.5),
         ("seed", "7"), ("n", 0), ("n", 129), ("n", 10**6), ("n", "2"), ("stop", ""), ("stop", 5), ("stop", ["a"] * 5),
         ("stop", "x" * 1001), ("stop_token_ids", [0] * 129), ("stream", "yes"), ("stream", 1), ("ignore_eos", 0),
+        ("presence_penalty", 2.1), ("presence_penalty", True), ("frequency_penalty", -2.1), ("repetition_penalty", 0),
+        ("repetition_penalty", float("inf")), ("min_tokens", -1), ("logprobs", 1), ("logprobs", "yes"),
+        ("top_logprobs", 21), ("top_logprobs", -1), ("top_logprobs", 2), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
+        ("continue_final_message", True), ("continue_final_message", 1), ("chat_template_kwargs", []),
         ("user", 5), ("metadata", 5), ("store", "yes"), ("model", 5), ("messages", 5), ("messages", []),
     ],
 )  # fmt: skip
@@ -61,7 +66,27 @@ def test_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
         ("messages", [{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
         ("messages", [{"role": "user", "content": "x", "tool_call_id": "1"}], "messages[0].tool_call_id"),
         ("messages", [{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
-        ("messages", [{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ("messages", [{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
+        ("messages", [{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0].tool_calls"),
+        ("messages", [{"role": "assistant", "tool_calls": []}], "messages[0].content"),
+        ("messages", [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}], "messages[0].tool_calls[0].type"),
+        ("messages", [{"role": "assistant", "tool_calls": [CALL] * 129}], "messages[0].tool_calls"),
+        ("messages", [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}],
+         "messages[0].tool_calls[0].function.arguments"),
+        ("messages", [{"role": "user", "content": "x", "reasoning_content": "y"}], "messages[0].reasoning_content"),
+        ("messages", [{"role": "assistant", "content": "x", "refusal": "no"}], "messages[0].refusal"),
+        ("logit_bias", {"-1": 1}, "logit_bias"), ("logit_bias", {"abc": 1}, "logit_bias"),
+        ("logit_bias", {"1.5": 1}, "logit_bias"), ("logit_bias", {"05": 1}, "logit_bias"),
+        ("logit_bias", {"5": 101}, "logit_bias"), ("logit_bias", {"5": -101}, "logit_bias"),
+        ("logit_bias", {"5": None}, "logit_bias"), ("logit_bias", {"5": "5"}, "logit_bias"),
+        ("logit_bias", {"5": True}, "logit_bias"), ("logit_bias", {str(n): 0 for n in range(1025)}, "logit_bias"),
+        ("logit_bias", {"9" * 5000: 1}, "logit_bias"), ("logit_bias", [5], "logit_bias"),
+        ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs.messages"),
+        ("chat_template_kwargs", {"tools": []}, "chat_template_kwargs.tools"),
+        ("chat_template_kwargs", {"chat_template": "x"}, "chat_template_kwargs.chat_template"),
+        ("chat_template_kwargs", {"eos_token": "x"}, "chat_template_kwargs.eos_token"),
+        ("chat_template_kwargs", {"x": "y" * 64_000}, "chat_template_kwargs"),
+        ("chat_template_kwargs", {str(n): n for n in range(65)}, "chat_template_kwargs"),
         ("messages", [{"role": "user", "content": "x", "colour": "red"}], "messages[0].colour"),
     ],
 )  # fmt: skip
@@ -100,8 +125,8 @@ def test_unsupported_completion_field_is_refused_unless_it_asks_for_nothing(fiel
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("response_format", {"type": "json_schema"}), ("logprobs", True), ("tools", [{}]), ("tool_choice", "required"),
-     ("logit_bias", {"5": 1}), ("presence_penalty", 0.5), ("presence_penalty", False), ("top_logprobs", 2)],
+    [("response_format", {"type": "json_schema"}), ("tools", [{}]), ("tool_choice", "required"),
+     ("chat_template", "{{ messages }}"), ("echo", True), ("reasoning_effort", "high")],
 )  # fmt: skip
 def test_constraints_that_are_not_supported_are_refused(field: str, value: Any) -> None:
     assert refusal(**{field: value}).param == field
@@ -120,25 +145,28 @@ def test_account_fields_are_accepted_without_effect() -> None:
 
 def test_sampling_fields_take_effect() -> None:
     request = chat(
-        temperature=0, top_p=0, top_k=-1, min_p=1, seed=-(2**63), n=128, stop="x", stop_token_ids=[5], ignore_eos=True
-    )
+        temperature=0, top_p=0, top_k=-1, min_p=1, seed=-(2**63), n=128, stop="x", stop_token_ids=[5], ignore_eos=True,
+        presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.5, logit_bias={"5": -100, "0": 0.5}, min_tokens=3,
+    )  # fmt: skip
     sampling = request.sampling(max_tokens=7)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.0, 0.0, -1, 1.0)
     assert (sampling.seed, sampling.n, sampling.max_tokens) == (-(2**63), 128, 7)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-2.0, 2.0, 1.5)
+    assert (sampling.logit_bias, sampling.min_tokens) == (((5, -100.0), (0, 0.5)), 3)
     assert (sampling.stop_token_ids, sampling.ignore_eos, request.stop) == ((5,), True, ["x"])
 
 
 def test_both_names_of_the_output_limit() -> None:
-    assert chat(max_tokens=5).output_limit() == 5
-    assert chat(max_completion_tokens=6).output_limit() == 6
-    assert chat(max_tokens=5, max_completion_tokens=5).output_limit() == 5
-    assert chat().output_limit() is None
+    assert chat(max_tokens=5).output_limit == 5
+    assert chat(max_completion_tokens=6).output_limit == 6
+    assert chat(max_tokens=5, max_completion_tokens=5).output_limit == 5
+    assert chat().output_limit is None
     assert refusal(max_tokens=5, max_completion_tokens=6).param == "max_completion_tokens"
 
 
 def test_completions_generate_sixteen_tokens_unless_told() -> None:
-    assert parse_completion_request({"prompt": "x"}).output_limit() == 16
-    assert parse_completion_request({"prompt": "x", "max_tokens": None}).output_limit() == 16
+    assert parse_completion_request({"prompt": "x"}).output_limit == 16
+    assert parse_completion_request({"prompt": "x", "max_tokens": None}).output_limit == 16
 
 
 def test_stream_options_need_a_stream() -> None:
@@ -146,10 +174,58 @@ def test_stream_options_need_a_stream() -> None:
     assert chat(stream=True, stream_options={"include_usage": True, "include_obfuscation": False}).include_usage()
 
 
-def test_best_of_must_equal_n() -> None:
-    assert parse_completion_request({"prompt": "x", "n": 2, "best_of": 2}).n == 2
-    with pytest.raises(BadRequestError, match="best_of"):
-        parse_completion_request({"prompt": "x", "best_of": 2})
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"), ({"best_of": 3, "stream": True}, "best_of"), ({"best_of": 0}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 0, "echo": True}, "max_tokens"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens"), ({"max_tokens": 0, "echo": True, "logprobs": 1, "n": 2}, "n"),
+        ({"max_tokens": -1, "echo": True, "logprobs": 1}, "max_tokens"), ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs"), ({"min_tokens": 17}, "min_tokens"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"), ({"suffix": "x"}, "suffix"),
+        ({"prompt": ["a"] * 9, "best_of": 128}, "best_of"),
+    ],
+)  # fmt: skip
+def test_wrong_fields_of_a_completion_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        parse_completion_request({"prompt": "x", **fields})
+    assert refused.value.param == param
+
+
+def test_best_of_draws_more_than_it_returns() -> None:
+    request = parse_completion_request({"prompt": "x", "n": 2, "best_of": 5})
+    sampling = request.sampling(max_tokens=16)
+    assert (sampling.n, sampling.logprobs) == (5, 0)
+    assert parse_completion_request({"prompt": "x", "n": 2, "best_of": 2}).sampling(max_tokens=16).logprobs is None
+
+
+def test_log_probabilities_that_the_engine_is_asked_for() -> None:
+    def asked(route: str, **fields: Any) -> tuple[int | None, int | None]:
+        parsed = chat(**fields) if route == "chat" else parse_completion_request({"prompt": "x", **fields})
+        sampling = parsed.sampling(max_tokens=1)
+        return sampling.logprobs, sampling.prompt_logprobs
+
+    assert asked("chat") == asked("chat", logprobs=False) == asked("chat", top_logprobs=0) == (None, None)
+    assert asked("chat", logprobs=True) == (0, None)
+    assert asked("chat", logprobs=True, top_logprobs=20, prompt_logprobs=0) == (20, 0)
+    assert asked("completion", logprobs=0) == (0, None)
+    assert asked("completion", logprobs=2, echo=True) == (2, 2)
+    assert asked("completion", logprobs=2, echo=True, prompt_logprobs=5) == (2, 5)
+    assert asked("completion", echo=True) == (None, None)
+
+
+def test_the_prompt_opens_an_answer_unless_a_message_is_continued() -> None:
+    begun = {"messages": [*MESSAGES, {"role": "assistant", "content": "Once"}]}
+    assert chat().opens_answer
+    assert not chat(add_generation_prompt=False).opens_answer
+    assert not chat(**begun, continue_final_message=True).opens_answer
+    with pytest.raises(BadRequestError, match="exclude each other"):
+        chat(**begun, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(BadRequestError, match="role 'assistant' without tool calls"):
+        chat(
+            messages=[*MESSAGES, {"role": "assistant", "content": "x", "tool_calls": [CALL]}],
+            continue_final_message=True,
+        )
 
 
 @pytest.mark.parametrize(
