@@ -31,14 +31,18 @@ TIMEOUT = 30.0  # seconds that nothing here comes near
 
 @dataclass
 class Gate:
-    """Lets the engine fetch steps only while it is open; may make one fail."""
+    """Lets the engine fetch steps only while it is open; may make one fail.
+
+    Attributes:
+        free_steps: that pass it before.
+    """
 
     opened: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
+    free_steps: int = 0
 
     def __call__(self, step: int) -> None:
-        del step
-        assert self.opened.wait(TIMEOUT)
+        assert step < self.free_steps or self.opened.wait(TIMEOUT)
         if self.error is not None:
             raise self.error
 
@@ -267,32 +271,39 @@ def test_prompt_tokens_of_aborted_requests_wait_no_more() -> None:
 
 
 def test_an_aborted_stream_ends_and_frees_everything() -> None:
+    gate = Gate(free_steps=2)
+
     async def ask(client: EngineClient) -> list[RequestOutput]:
-        stream = client.submit(PROMPT, SamplingParams(ignore_eos=True, n=2))
+        stream = client.submit(PROMPT, SamplingParams(ignore_eos=True, n=2, seed=3))
         outputs = [await anext(stream)]
         stream.abort(0)
         stream.abort()
+        gate.opened.set()
         return outputs + await read(stream)
 
-    with engine(make_limits(max_len=200)) as client:
+    with engine(make_limits(max_len=200), gate=gate) as client:
         outputs = asyncio.run(asyncio.wait_for(ask(client), TIMEOUT))
         until(lambda: is_idle(client))
         assert client.stats().finished == {"abort": 2}
     for index in range(2):
         mine = [output for output in outputs if output.index == index]
         assert mine[-1].finish_reason == "abort"
-        assert mine[-1].token_ids == ()
+        tokens = [token for output in mine for token in output.token_ids]
+        assert tokens == solo_tokens(PROMPT, choice_seed(3, index), 3)[: len(tokens)]  # no step is taken in after it
 
 
 def test_a_closed_stream_ends_its_request() -> None:
+    gate = Gate(free_steps=2)
+
     async def ask(client: EngineClient) -> None:
         stream = client.submit(PROMPT, SamplingParams(ignore_eos=True))
         await anext(stream)
         await stream.aclose()
+        gate.opened.set()
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
 
-    with engine(make_limits(max_len=200)) as client:
+    with engine(make_limits(max_len=200), gate=gate) as client:
         asyncio.run(ask(client))
         until(lambda: is_idle(client))
         assert client.stats().finished == {"abort": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineClient
-from jaxserve.engine.request import RequestError
+from jaxserve.engine.request import RequestError, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from tests.tiny_engine import EOS, TIMEOUT, VOCAB_SIZE, Answer, ask, tiny_engine
 
@@ -41,6 +42,20 @@ def until_idle(engine: EngineClient) -> None:
         time.sleep(0.001)
 
 
+def abort_after_a_token(engine: EngineClient, prompt: list[int], sampling: SamplingParams) -> list[str]:
+    """Aborts a request in the engine's own thread, where it cannot have gone on meanwhile; its choices' finish reasons."""
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def take(output: RequestOutput) -> None:
+        if output.finish_reason is None:
+            engine.abort(output.request_id)
+        else:
+            reasons.put(output.finish_reason)
+
+    engine.submit_with_callback(prompt, sampling, take)
+    return [reasons.get(timeout=TIMEOUT) for _ in range(sampling.n)]
+
+
 @contextmanager
 def compilations() -> Iterator[list[str]]:
     """Collects what jax traces, lowers or compiles, in any thread."""
@@ -64,11 +79,16 @@ def mixed_requests(count: int, seed: int) -> list[tuple[list[int], SamplingParam
         lambda: {"temperature": 0.0},
         lambda: {"temperature": rng.uniform(0.3, 1.5), "seed": rng.getrandbits(63)},
         lambda: {"temperature": 1.0, "seed": -rng.getrandbits(63), "top_p": 0.9, "top_k": 20, "min_p": 0.02},
+        lambda: {"temperature": 0.9, "seed": 3, "frequency_penalty": 1.0, "presence_penalty": 0.5, "logprobs": 3},
+        lambda: {"temperature": 0.0, "repetition_penalty": 1.3, "min_tokens": 1, "logit_bias": ((3, 2.0),)},
+        lambda: {"temperature": 0.0, "prompt_logprobs": 1},
     ]
     return [
         (
             [rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, 32))],
-            SamplingParams(max_tokens=rng.choice([1, 12, 24, 32]), ignore_eos=rng.random() < 0.5, **kinds[i % 3]()),
+            SamplingParams(
+                max_tokens=rng.choice([1, 12, 24, 32]), ignore_eos=rng.random() < 0.5, **kinds[i % len(kinds)]()
+            ),
         )
         for i in range(count)
     ]
@@ -108,16 +128,13 @@ def test_nothing_is_compiled_while_serving(engine: EngineClient) -> None:
         answers = [Answer(engine, [2] * length, SamplingParams(max_tokens=5, seed=length)) for length in lengths]
         answers += [Answer(engine, *request) for request in mixed_requests(12, seed=4)]
         answers.append(Answer(engine, [3, 4], SamplingParams(n=4, seed=1, max_tokens=9, top_k=VOCAB_SIZE + 5)))
-        aborted = Answer(engine, [5] * 20, SamplingParams(ignore_eos=True))
-        aborted.next()
-        engine.abort(aborted.request_id)
-        for answer in (*answers, aborted):
+        assert abort_after_a_token(engine, [5] * 20, SamplingParams(ignore_eos=True)) == ["abort"]
+        for answer in answers:
             answer.wait()
         with pytest.raises(RequestError):
             engine.submit_with_callback([2] * 64, SamplingParams(), lambda output: None)
         until_idle(engine)
     assert not events
-    assert aborted.reasons == ["abort"]
 
 
 def test_choices_are_reproducible_and_differ(engine: EngineClient) -> None:
@@ -171,11 +188,8 @@ def test_filters_that_are_off_change_nothing(engine: EngineClient, params: dict[
 def test_aborted_requests_free_their_pages_at_once(engine: EngineClient) -> None:
     until_idle(engine)
     for _ in range(2 * 4 + 1):  # more than there are slots
-        answer = Answer(engine, [41] * 30, SamplingParams(ignore_eos=True, n=2))
-        answer.next()
-        engine.abort(answer.request_id)
-        answer.wait()
-        assert set(answer.reasons) == {"abort"}
+        reasons = abort_after_a_token(engine, [41] * 30, SamplingParams(ignore_eos=True, n=2))
+        assert reasons == ["abort", "abort"]
     until_idle(engine)
     assert len(ask(engine, [41] * 30, SamplingParams(ignore_eos=True))) == 34
 
