@@ -1,7 +1,5 @@
 """Attention of one query token a sequence over its paged KV cache: validation and the choice of implementation."""
 
-import functools
-import logging
 from typing import Literal
 
 import jax
@@ -10,8 +8,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.kernels.decode_attention_mosaic_gpu import decode_attention_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.decode_attention_xla import decode_attention_xla
-
-logger = logging.getLogger(__name__)
+from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -62,34 +59,17 @@ def decode_attention(
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
     if implementation != "xla":
-        reason = _device_reason() or unsupported_reason(q, k_pages)
+        reason = missing_device() or unsupported_reason(q, k_pages)
         if implementation == "mosaic_gpu" and reason is not None:
             raise NotImplementedError(f"the Hopper kernel of decode_attention can't run here: {reason}")
         if implementation is None and reason is not None and jax.default_backend() == "gpu":
-            _warn_once(reason)
+            warn_of_fall_back("decode_attention", reason)
         implementation = "mosaic_gpu" if reason is None else "xla"
     attend = decode_attention_mosaic_gpu if implementation == "mosaic_gpu" else decode_attention_xla
     return attend(
         q, k_pages, v_pages, layer, page_table, kv_lens,
         scale=scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
-
-
-def _device_reason() -> str | None:
-    """Why this process's default device can't run the Hopper kernel, or None if it can."""
-    if jax.default_backend() != "gpu":
-        return f"the default device is a {jax.default_backend()}, not a GPU"
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if capability != "9.0":
-        return f"it needs compute capability 9.0, the device has {capability}"
-    if jax.__version_info__ < (0, 11):
-        return f"it needs jax 0.11 or newer, this is {jax.__version__}"
-    return None
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    logger.warning("decode_attention falls back to plain XLA, which is several times slower: %s", reason)
 
 
 def _validate(q, k_pages, v_pages, page_table, kv_lens, window: int | None, softcap: float | None) -> None:

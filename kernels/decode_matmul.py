@@ -1,7 +1,5 @@
 """Products of a decode step's few rows with large weight matrices: validation and the choice of implementation."""
 
-import functools
-import logging
 from typing import Literal
 
 import jax
@@ -10,8 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.kernels.decode_matmul_mosaic_gpu import MAX_ROWS, decode_matmul_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.decode_matmul_xla import decode_matmul_swiglu_xla, decode_matmul_xla
-
-_logger = logging.getLogger(__name__)
+from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -95,31 +92,14 @@ def decode_matmul_swiglu(
 def _takes_kernel(x: Array, w: Array, out_dtype: jnp.dtype, implementation: Implementation | None) -> bool:
     if implementation == "xla":
         return False
-    reason = _device_reason() or unsupported_reason(x, w, out_dtype)
+    reason = missing_device() or unsupported_reason(x, w, out_dtype)
     if reason is None:
         return True
     if implementation == "mosaic_gpu":
         raise NotImplementedError(f"the Hopper kernel of decode_matmul can't run here: {reason}")
     if jax.default_backend() == "gpu" and x.shape[0] <= MAX_ROWS:
-        _warn_once(reason)
+        warn_of_fall_back("decode_matmul", reason)
     return False
-
-
-def _device_reason() -> str | None:
-    """Why this process's default device can't run the Hopper kernel, or None if it can."""
-    if jax.default_backend() != "gpu":
-        return f"the default device is a {jax.default_backend()}, not a GPU"
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if capability != "9.0":
-        return f"it needs compute capability 9.0, the device has {capability}"
-    if jax.__version_info__ < (0, 11):
-        return f"it needs jax 0.11 or newer, this is {jax.__version__}"
-    return None
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    _logger.warning("decode_matmul falls back to plain XLA: %s", reason)
 
 
 def _validate(x: Array, w: Array, out_dtype: jnp.dtype, implementation: str | None) -> None:

@@ -1,17 +1,14 @@
 """Causal attention of prompt chunks over the paged KV cache: ragged rows, one after the other, in one call."""
 
-import functools
-import logging
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
 from jaxserve.kernels.prefill_attention_mosaic_gpu import prefill_attention_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.prefill_attention_xla import prefill_attention_xla
-
-_logger = logging.getLogger(__name__)
 
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
 _KV_DTYPES = (*_QUERY_DTYPES, "float8_e4m3fn")
@@ -68,7 +65,7 @@ def prefill_attention(
     k_scale = None if k_scale is None else jnp.asarray(k_scale, jnp.float32)
     v_scale = None if v_scale is None else jnp.asarray(v_scale, jnp.float32)
     if implementation != "xla":
-        reason = _missing_device() or unsupported_reason(q, k_pages, page_table.shape[0], scale)
+        reason = missing_device() or unsupported_reason(q, k_pages, page_table.shape[0], scale)
         if reason is None:
             return prefill_attention_mosaic_gpu(
                 q, k_pages, v_pages, layer, page_table, query_starts, kv_lens,
@@ -77,28 +74,11 @@ def prefill_attention(
         if implementation == "mosaic_gpu":
             raise NotImplementedError(f"prefill attention on Mosaic GPU: {reason}")
         if jax.default_backend() == "gpu":
-            _warn_once(reason)
+            warn_of_fall_back("prefill_attention", reason)
     return prefill_attention_xla(
         q, k_pages, v_pages, layer, page_table, query_starts, kv_lens,
         scale=scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
-
-
-def _missing_device() -> str | None:
-    """Say what keeps this process from running a Hopper kernel, or None."""
-    if jax.default_backend() != "gpu":
-        return f"the default device is {jax.default_backend()}, not a GPU"
-    capability = jax.devices()[0].compute_capability
-    if capability != "9.0":
-        return f"the GPU has compute capability {capability}, the kernel is for Hopper (9.0)"
-    if jax.__version_info__ < (0, 11):
-        return f"jax is {jax.__version__}, the kernel needs 0.11"
-    return None
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    _logger.warning("prefill attention falls back to plain XLA on this GPU: %s", reason)
 
 
 def _validate(

@@ -85,6 +85,6 @@ def test_fall_back_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     arrays = build(case)
     for _ in range(2):
         assert relative_error(run(case, arrays, None), reference(case, arrays)) < 1e-2
-    messages = [record.getMessage() for record in caplog.records if "prefill attention" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "prefill_attention" in record.getMessage()]
     assert len(messages) == 1
     assert "float32" in messages[0]
