@@ -11,11 +11,12 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.config import ModelConfig
 from jaxserve.kernels.decode_attention import decode_attention
 from jaxserve.kernels.prefill_attention import prefill_attention
+from jaxserve.kernels.rope_write_kv import rope_write_kv
 from jaxserve.models.batch import Batch
-from jaxserve.models.kv_cache import KVCache, write_kv
+from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.layers import add_bias, embed, rms_norm, swiglu_mlp
 from jaxserve.models.params import LayerParams, LlamaParams
-from jaxserve.models.rope import RopeTables, apply_rope, inverse_frequencies, rope_tables
+from jaxserve.models.rope import RopeTables, inverse_frequencies, rope_tables
 from jaxserve.sharding.collectives import Collectives
 
 
@@ -96,26 +97,33 @@ def _attention(
     collectives: Collectives,
 ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
     tokens, hidden = x.shape
-    _, kv_heads, width, head_dim = layer.wqkv.shape  # this device's KV heads; width is group + 2
-    group = width - 2
+    _, kv_heads, width, head_dim = layer.wqkv.shape  # this device's KV heads; width is query heads a KV head + 2
     with jax.named_scope("qkv"):
         normed = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
         qkv = (normed @ layer.wqkv.reshape(hidden, -1)).reshape(tokens, kv_heads, width, head_dim)
-        qkv = add_bias(qkv, layer.bqkv)
-        q = qkv[:, :, :group].reshape(tokens, kv_heads * group, head_dim)
-        k, v = qkv[:, :, group], qkv[:, :, group + 1]  # [tokens, kv_heads, head_dim]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-    with jax.named_scope("write_kv"):
-        cache = write_kv(cache, index, k, v, batch.write_pages, batch.write_offsets)
+        qkv = _norm_heads(add_bias(qkv, layer.bqkv), layer, config)
+    with jax.named_scope("rope_write_kv"):
+        places = batch.write_pages, batch.write_offsets
+        q, k_pages, v_pages = rope_write_kv(qkv, cache.k_pages, cache.v_pages, index, *rope, *places)
+        cache = KVCache(k_pages=k_pages, v_pages=v_pages)
     with jax.named_scope("attention"):
         attended = _paged_attention(q, cache, index, batch, config)
     with jax.named_scope("output"):
         flat = attended.reshape(tokens, -1)  # [tokens, kv_heads * group * head_dim]
         projected = collectives.all_reduce(flat @ layer.wo.reshape(-1, hidden))
         return add_bias(projected, layer.bo), cache
+
+
+def _norm_heads(
+    qkv: Float[Array, "tokens kv_heads width head_dim"], layer: LayerParams, config: ModelConfig
+) -> Float[Array, "tokens kv_heads width head_dim"]:
+    """Norms every query and key head, in models that do (Qwen3)."""
+    if layer.q_norm is None or layer.k_norm is None:
+        return qkv
+    q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
+    q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
+    k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
+    return jnp.concatenate([q, k, v], axis=2)
 
 
 def _paged_attention(

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (https://arxiv.org/abs/2104.09864), in the half-split form that Llama checkpoints use."""
+"""The angles of rotary position embeddings (https://arxiv.org/abs/2104.09864); `kernels/rope_write_kv.py` turns by them."""
 
 from __future__ import annotations
 
@@ -47,14 +47,3 @@ def rope_tables(positions: Int32[Array, " tokens"], frequencies: np.ndarray) -> 
     """Cosines and sines of each position's angles, in float32: bfloat16 angles are noise at long positions."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(
-    x: Float[Array, "tokens heads head_dim"], cosines: Float[Array, "tokens half"], sines: Float[Array, "tokens half"]
-) -> Float[Array, "tokens heads head_dim"]:
-    """Turns the pairs (i, i + head_dim / 2) of every head, in float32; the result has x's dtype."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    cosines, sines = cosines[:, None, :], sines[:, None, :]
-    turned = jnp.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)
-    return turned.astype(x.dtype)
