@@ -13,11 +13,12 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings
 from jaxserve.config import ModelConfig
-from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError, RequestOutput
+from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError, RequestOutput, TokenLogprobs
 from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.template_sandbox import TemplateLimits
 from jaxserve.text.tokenizer import Tokenizer
 from tests.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, byte_level_tokenizer
 
@@ -62,6 +63,12 @@ class FakeStats:
     device_kind: str = "cpu"
 
 
+def logprobs_of(token: int, count: int) -> TokenLogprobs:
+    """Larger ids are likelier, and each is the second likeliest where it stands."""
+    top = [(other, -1.0 - (255 - other) / 256) for other in (token + 1, token, *range(token - 1, token - 20, -1))]
+    return TokenLogprobs(token, -1.0 - (255 - token) / 256, tuple((other % 256, value) for other, value in top[:count]))
+
+
 class FakeStream(AsyncIterator[RequestOutput]):
     """Outputs of one request, made by one task for each choice."""
 
@@ -72,6 +79,8 @@ class FakeStream(AsyncIterator[RequestOutput]):
         self._scheduled_time = time.monotonic()
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self._unfinished = set(range(sampling.n))
+        self._sampling = sampling
+        self._unsent_prompt: Sequence[int] | None = None if sampling.prompt_logprobs is None else prompt
         self._tasks = [asyncio.create_task(self._run(prompt, sampling, index)) for index in range(sampling.n)]
 
     def abort(self, index: int | None = None) -> None:
@@ -103,8 +112,18 @@ class FakeStream(AsyncIterator[RequestOutput]):
                 self._engine.live.pop(self.request_id, None)
 
     def _output(self, index: int, tokens: Iterable[int]) -> RequestOutput:
-        now = time.monotonic()
-        return RequestOutput(self.request_id, index, tuple(tokens), time=now, scheduled_time=self._scheduled_time)
+        output = RequestOutput(
+            self.request_id, index, tuple(tokens), time=time.monotonic(), scheduled_time=self._scheduled_time
+        )
+        logprobs_of = self._engine.logprobs_of
+        if self._sampling.logprobs is not None:
+            values = tuple(logprobs_of(token, self._sampling.logprobs) for token in output.token_ids)
+            output = dataclasses.replace(output, logprobs=values)
+        if index == 0 and self._unsent_prompt is not None and self._sampling.prompt_logprobs is not None:
+            rest = [logprobs_of(token, self._sampling.prompt_logprobs) for token in self._unsent_prompt[1:]]
+            output = dataclasses.replace(output, prompt_logprobs=(None, *rest))
+            self._unsent_prompt = None
+        return output
 
     async def _run(self, prompt: Sequence[int], sampling: SamplingParams, index: int) -> None:
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
@@ -132,6 +151,7 @@ class FakeEngine:
         token_delay: seconds before each token.
         fail_after: tokens of a choice after which the engine fails the request.
         max_live: requests at once; one more is refused.
+        logprobs_of: log probabilities of a token, with that many alternatives.
 
     Attributes:
         gate: while cleared, no token comes.
@@ -149,8 +169,10 @@ class FakeEngine:
         fail_after: int | None = None,
         max_live: int = 1000,
         max_model_len: int = 256,
+        logprobs_of: Callable[[int, int], TokenLogprobs] = logprobs_of,
     ) -> None:
         self.script = script
+        self.logprobs_of = logprobs_of
         self.tokens_per_output = tokens_per_output
         self.model_config = MODEL_CONFIG
         self.max_model_len = max_model_len
@@ -178,6 +200,8 @@ class FakeEngine:
             raise RequestError("the prompt is empty", parameter="prompt")
         if any(token >= self.model_config.vocab_size for token in prompt_token_ids):
             raise RequestError("a token id is outside the vocabulary", parameter="prompt")
+        if any(token >= self.model_config.vocab_size for token, _ in sampling.logit_bias):
+            raise RequestError("a token id is outside the vocabulary", parameter="logit_bias")
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestError("the prompt is too long", parameter="prompt", code="context_length_exceeded")
         if len(self.live) >= self._max_live:
@@ -234,6 +258,15 @@ def byte_tokenizer(*, bos: bool = False) -> Tokenizer:
     return Tokenizer(TokenizerFiles(backend.to_str(), settings))
 
 
-def fake_service(engine: FakeEngine, *, template: str | None = CHAT_TEMPLATE, bos: bool = False) -> OpenAIService:
-    chat_template = None if template is None else ChatTemplate(template, bos_token="", eos_token="<|im_end|>")
-    return OpenAIService(engine, byte_tokenizer(bos=bos), chat_template, MODEL_NAME)
+def fake_service(
+    engine: FakeEngine,
+    *,
+    template: str | None = CHAT_TEMPLATE,
+    bos: bool = False,
+    tokenizer: Tokenizer | None = None,
+    limits: TemplateLimits | None = None,
+) -> OpenAIService:
+    chat_template = (
+        None if template is None else ChatTemplate(template, bos_token="", eos_token="<|im_end|>", limits=limits)
+    )
+    return OpenAIService(engine, tokenizer or byte_tokenizer(bos=bos), chat_template, MODEL_NAME)
