@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "gpu"]
 LoadFormat = Literal["auto", "dummy"]
+AccessLog = Literal["json", "text", "none"]
 
 
 @dataclass(frozen=True)
@@ -170,21 +172,59 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How the HTTP server exposes an engine."""
+    """How the HTTP server exposes an engine. Flag names of `jaxserve serve` are these with dashes.
+
+    Attributes:
+        uds: path of a Unix socket to listen on, in place of host and port.
+        ssl_certfile, ssl_keyfile: PEM files; with them the server speaks HTTPS.
+        root_path: what a proxy in front puts before every path, such as "/llm"; "" for none.
+        api_keys: any of them opens every route; none: everyone may come in.
+        allowed_origins: web origins whose pages may call the server, such as "https://chat.example"; "*": all of them.
+        served_model_name: what clients call the model; None: the name that it was asked for by.
+        shutdown_timeout: seconds that running answers get after SIGTERM.
+        stalled_client_timeout: seconds after which a client that takes nothing of its answer is cut off.
+        restart_engine: whether a failed engine is built anew; otherwise the process ends.
+        access_log: one line for each answer.
+        log_requests: log what each request asks for, without a word of what it says.
+        log_requests_content: log all of each request, prompts included.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    root_path: str = ""
     api_keys: tuple[str, ...] = ()
-    served_model_name: str | None = None  # None: the name that the model was asked for by
-    shutdown_timeout: float = 30.0  # seconds that running answers get after SIGTERM
+    allowed_origins: tuple[str, ...] = ()
+    served_model_name: str | None = None
+    shutdown_timeout: float = 30.0
+    stalled_client_timeout: float = 60.0
+    restart_engine: bool = False
     max_body_bytes: int = 16 * 1024 * 1024
+    access_log: AccessLog = "text"
+    log_requests: bool = False
+    log_requests_content: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port={self.port} must lie in 0..65535 (0: any free port)")
         if any(not key for key in self.api_keys):
             raise ValueError("an API key must not be empty")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile go together: give both, or none")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path={self.root_path!r} must start with a slash and not end with one")
+        for origin in self.allowed_origins:
+            if origin != "*" and (not re.fullmatch(r"https?://[^/\s]+", origin) or "*" in origin):
+                raise ValueError(f"allowed origin {origin!r} must be '*' or look like 'https://chat.example:8443'")
         if self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout={self.shutdown_timeout} must not be negative")
+        if self.stalled_client_timeout <= 0:
+            raise ValueError(f"stalled_client_timeout={self.stalled_client_timeout} must be positive")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes={self.max_body_bytes} must be at least 1")
+        if self.access_log not in ("json", "text", "none"):
+            raise ValueError(f"access_log={self.access_log!r} must be json, text or none")
+        if self.log_requests_content and not self.log_requests:
+            raise ValueError("log_requests_content needs log_requests")

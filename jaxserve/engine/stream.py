@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 from jaxserve.engine.request import RequestOutput, TokenLogprobs
 
+MAX_JOINED_TOKENS = 256  # of one output: making text of them holds other streams up for a millisecond or so
+
 
 class GenerationStream(AsyncIterator[RequestOutput]):
     """Outputs of one request as they come, all choices interleaved; ends when every choice has finished.
@@ -66,21 +68,29 @@ class GenerationStream(AsyncIterator[RequestOutput]):
                 self._arrived.clear()
                 await self._arrived.wait()
                 continue
-            output = self._pending.pop(next(iter(self._pending)))
-            if isinstance(output, _JoinedOutput):
-                output = output.join()
+            output = self._take()
             if output.finish_reason is not None:
                 self._unfinished -= 1
             return output
         raise StopAsyncIteration
+
+    def _take(self) -> RequestOutput:
+        key = next(iter(self._pending))
+        pending = self._pending.pop(key)
+        if not isinstance(pending, _JoinedOutput):
+            return pending
+        output, is_all = pending.take()
+        if not is_all:
+            self._pending[key] = pending  # behind those of the other choices
+        return output
 
 
 class _JoinedOutput:
     """Several outputs of one choice as one, kept in lists that grow: adding costs the same however much waits."""
 
     def __init__(self, first: RequestOutput, second: RequestOutput) -> None:
-        self._first = first
         self._last = second
+        self._prompt_logprobs = first.prompt_logprobs
         self._token_ids = [*first.token_ids, *second.token_ids]
         self._logprobs: list[TokenLogprobs] = [*(first.logprobs or ()), *(second.logprobs or ())]
 
@@ -89,12 +99,17 @@ class _JoinedOutput:
         self._token_ids += output.token_ids
         self._logprobs += output.logprobs or ()
 
-    def join(self) -> RequestOutput:
-        """All of it; how it ended, and when, are the last output's."""
-        return dataclasses.replace(
+    def take(self) -> tuple[RequestOutput, bool]:
+        """The next tokens, at most `MAX_JOINED_TOKENS`, and whether that was all; the last of them say how it ended."""
+        is_all = len(self._token_ids) <= MAX_JOINED_TOKENS
+        output = dataclasses.replace(
             self._last,
-            token_ids=tuple(self._token_ids),
-            logprobs=tuple(self._logprobs) or None,
-            prompt_logprobs=self._first.prompt_logprobs,
-            num_cached_tokens=max(self._first.num_cached_tokens, self._last.num_cached_tokens),
+            token_ids=tuple(self._token_ids[:MAX_JOINED_TOKENS]),
+            logprobs=tuple(self._logprobs[:MAX_JOINED_TOKENS]) or None,
+            prompt_logprobs=self._prompt_logprobs,
         )
+        if not is_all:
+            output = dataclasses.replace(output, finish_reason=None, stop_token_id=None, error=None)
+            self._prompt_logprobs = None
+            del self._token_ids[:MAX_JOINED_TOKENS], self._logprobs[:MAX_JOINED_TOKENS]
+        return output, is_all

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,10 +20,18 @@ from jaxserve.protocol.parsing import parse_chat_request, parse_completion_reque
 from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest
 from jaxserve.protocol.responses import ChatCompletion, Completion
 from jaxserve.protocol.service import ChunkStream, OpenAIService
+from jaxserve.server.access_log import AccessLogMiddleware
 from jaxserve.server.body import read_json
 from jaxserve.server.errors import EXCEPTION_HANDLERS, json_response
 from jaxserve.server.metrics import Metrics
-from jaxserve.server.middleware import ApiKeyMiddleware, RequestContextMiddleware
+from jaxserve.server.middleware import (
+    ApiKeyMiddleware,
+    LoadMiddleware,
+    RequestContextMiddleware,
+    RootPathMiddleware,
+    ServerLoad,
+)
+from jaxserve.server.request_log import RequestLog
 from jaxserve.server.slot import ServiceSlot
 from jaxserve.server.streaming import EventStreamResponse, until_disconnected
 
@@ -32,10 +41,11 @@ RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest)
 def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig) -> Starlette:
     """The application that serves `service`, or whatever comes to be in the slot.
 
-    It answers OpenAI's routes, and /health, /metrics, /stats and /version beside them.
+    It answers OpenAI's routes, and /health, /metrics, /stats, /load and /version beside them.
     """
     slot = service if isinstance(service, ServiceSlot) else ServiceSlot(service)
-    routes = _Routes(slot, config, Metrics(slot))
+    load = ServerLoad()
+    routes = _Routes(slot, config, Metrics(slot), load)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
@@ -46,12 +56,39 @@ def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig) -> St
             Route("/metrics", routes.metrics, methods=["GET"]),
             Route("/stats", routes.stats, methods=["GET"]),
             Route("/version", routes.version, methods=["GET"]),
+            Route("/load", routes.load, methods=["GET"]),
         ],
-        middleware=[Middleware(RequestContextMiddleware), Middleware(ApiKeyMiddleware, api_keys=config.api_keys)],
+        middleware=_middleware(config, load),
         exception_handlers=EXCEPTION_HANDLERS,  # type: ignore[arg-type]
     )
     app.router.redirect_slashes = False  # a redirect is no error object, and clients drop the body of a redirected POST
     return app
+
+
+def _middleware(config: ServerConfig, load: ServerLoad) -> list[Middleware]:
+    """What a request passes, outermost first."""
+    layers: list[Middleware] = []
+    if config.root_path:
+        layers.append(Middleware(RootPathMiddleware, root_path=config.root_path))
+    if config.access_log != "none":
+        layers.append(Middleware(AccessLogMiddleware, form=config.access_log))
+    if config.allowed_origins:
+        # Never with credentials: keys travel in a header that pages set themselves, and with "*" any page could use
+        # what a browser sends by itself.
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                allow_credentials=False,
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    layers.append(Middleware(RequestContextMiddleware))
+    layers.append(Middleware(ApiKeyMiddleware, api_keys=config.api_keys))
+    layers.append(Middleware(LoadMiddleware, load=load))
+    return layers
 
 
 def version() -> str:
@@ -65,10 +102,12 @@ def version() -> str:
 class _Routes:
     """The endpoints, over what they share."""
 
-    def __init__(self, slot: ServiceSlot, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, slot: ServiceSlot, config: ServerConfig, metrics: Metrics, load: ServerLoad) -> None:
         self._slot = slot
         self._config = config
         self._metrics = metrics
+        self._load = load
+        self._log = RequestLog(content=config.log_requests_content) if config.log_requests else None
 
     async def chat_completions(self, request: Request) -> Response:
         service = self._slot.for_work()
@@ -96,6 +135,9 @@ class _Routes:
     async def version(self, request: Request) -> Response:
         return json_response({"version": version()})
 
+    async def load(self, request: Request) -> Response:
+        return json_response({"server_load": self._load.requests})
+
     async def _answer(
         self,
         request: Request,
@@ -103,7 +145,10 @@ class _Routes:
         whole: Callable[[RequestT, Metrics], Coroutine[Any, Any, ChatCompletion | Completion]],
         streamed: Callable[[RequestT, Metrics], Coroutine[Any, Any, ChunkStream[Any]]],
     ) -> Response:
-        parsed = parse(await read_json(request, self._config.max_body_bytes))
+        body = await read_json(request, self._config.max_body_bytes)
+        parsed = parse(body)
+        if self._log is not None:
+            self._log.log(request.scope["state"]["request_id"], request.url.path, body)
         if parsed.stream:
             return EventStreamResponse(await until_disconnected(request.receive, streamed(parsed, self._metrics)))
         result = await until_disconnected(request.receive, whole(parsed, self._metrics))

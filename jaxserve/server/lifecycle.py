@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
+import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 
 from jaxserve.config import ServerConfig
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.server.app import create_app
+from jaxserve.server.connection import uvicorn_config
+from jaxserve.server.listener import listener, shown_address
 from jaxserve.server.slot import ServiceSlot
+from jaxserve.server.thread_call import ThreadCall
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ EXIT_CUT_SHORT = 3  # the shutdown timeout ran out, and answers were ended with 
 
 _POLL_SECONDS = 0.2  # how soon a failure of the engine is noticed
 _STOP_SECONDS = 10.0  # what the engine gets to end its current step
+_MAX_RESTARTS = 5  # within the window, with --restart-engine; then the fault is not one that passes
+_FAILURE_WINDOW_SECONDS = 600.0
 _FLUSH_SECONDS = 2.0  # what error events get to reach their clients
 
 
@@ -48,16 +54,13 @@ def run(load: Callable[[], OpenAIService], config: ServerConfig) -> int:
         The exit code. While it loads, probes are answered with 503; a second signal ends the process at once.
 
     Raises:
-        RuntimeError: it cannot listen on the address.
+        RuntimeError: it cannot listen on the address, or use the TLS files.
         Exception: whatever `load` raised.
     """
-    try:
-        listener = bind(config.host, config.port)
-    except OSError as error:
-        raise RuntimeError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from error
-    process = _Process(load, config, listener)
-    with listener, asyncio.Runner(loop_factory=process.uvicorn_config.get_loop_factory()) as runner:
-        exit_code = runner.run(process.serve())
+    with listener(config) as bound:
+        process = _Process(load, config, bound)
+        with asyncio.Runner(loop_factory=process.uvicorn_config.get_loop_factory()) as runner:
+            exit_code = runner.run(process.serve())
     if process.is_stuck:
         # A compilation cannot be interrupted, and a thread inside one may crash an interpreter that ends around it.
         logging.shutdown()
@@ -67,40 +70,19 @@ def run(load: Callable[[], OpenAIService], config: ServerConfig) -> int:
     return exit_code
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not yet listening.
-
-    Raises:
-        OSError: the port is in use, the address is not ours, or the name has no address.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)  # at once: connections that come before the event loop runs wait, and are not refused
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 class _Process:
     """One run of the server, from the bound socket to the exit code."""
 
-    def __init__(self, load: Callable[[], OpenAIService], config: ServerConfig, listener: socket.socket) -> None:
+    def __init__(self, load: Callable[[], OpenAIService], config: ServerConfig, bound: socket.socket) -> None:
         self._config = config
-        self._listener = listener
+        self._listener = bound
         self._slot = ServiceSlot()
-        self.uvicorn_config = uvicorn.Config(
-            create_app(self._slot, config), log_config=None, lifespan="off", ws="none", server_header=False
-        )
+        self.uvicorn_config = uvicorn_config(create_app(self._slot, config), config)
         self._server = _Server(self.uvicorn_config)
         self._load = load
-        self._calls: list[_ThreadCall[Any]] = []
+        self._calls: list[ThreadCall[Any]] = []
         self._stop = asyncio.Event()
+        self._failures: list[float] = []  # when the engine failed
 
     @property
     def is_stuck(self) -> bool:
@@ -112,8 +94,7 @@ class _Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        host, port = self._listener.getsockname()[:2]
-        logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        logger.info("listening on %s", shown_address(self._listener, self._config))
         try:
             return await self._load_and_watch()
         finally:
@@ -123,27 +104,59 @@ class _Process:
                 await self._call_in_time(self._slot.service.close)
 
     async def _load_and_watch(self) -> int:
-        loading = self._call(self._load)
         stopped = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait({stopped, loading.result}, return_when=asyncio.FIRST_COMPLETED)
-            if not loading.result.done():
-                logger.info("stopped before the model was loaded")
-                return EXIT_OK
-            self._slot.fill(loading.result.result())
-            return await self._watch(self._slot.loaded(), stopped)
+            while True:
+                loading = self._call(self._load)
+                await asyncio.wait({stopped, loading.result}, return_when=asyncio.FIRST_COMPLETED)
+                if not loading.result.done():
+                    logger.info("stopped before the model was loaded")
+                    return EXIT_OK
+                self._slot.fill(loading.result.result())
+                del loading  # it holds the service
+                failed = await self._watch(self._slot.loaded(), stopped)
+                if not failed:
+                    return await self._drain(self._slot.loaded())
+                await self._finish_responses(_FLUSH_SECONDS)
+                if not self._may_restart():
+                    return EXIT_FAILED
+                await self._discard_engine()
         finally:
             stopped.cancel()
 
-    async def _watch(self, service: OpenAIService, stopped: asyncio.Task[bool]) -> int:
+    async def _watch(self, service: OpenAIService, stopped: asyncio.Task[bool]) -> bool:
+        """Waits for a signal (False) or for the engine to fail (True)."""
         logger.info("ready: %s on %s", service.model_name, service.engine.device_kind)
         while not stopped.done():
             if service.engine.failure is not None:
                 logger.critical("the engine failed: %s", service.engine.failure, exc_info=service.engine.failure)
-                await self._finish_responses(_FLUSH_SECONDS)
-                return EXIT_FAILED
+                return True
             await asyncio.wait({stopped}, timeout=_POLL_SECONDS)
-        return await self._drain(service)
+        return False
+
+    def _may_restart(self) -> bool:
+        if not self._config.restart_engine:
+            return False
+        now = asyncio.get_running_loop().time()
+        self._failures = [*(at for at in self._failures if now - at < _FAILURE_WINDOW_SECONDS), now]
+        if len(self._failures) > _MAX_RESTARTS:
+            logger.critical(
+                "the engine failed %d times within %g s: giving up", len(self._failures), _FAILURE_WINDOW_SECONDS
+            )
+            return False
+        return True
+
+    async def _discard_engine(self) -> None:
+        """Lets go of the failed engine and of all that it has on the device, so that there is room for the next."""
+        service = self._slot.loaded()
+        self._slot.empty()
+        await self._call_in_time(service.close)
+        if service.engine.failure is not None:
+            traceback.clear_frames(service.engine.failure.__traceback__)  # they hold the device's arrays
+        del service
+        self._calls = [call for call in self._calls if call.is_alive()]
+        gc.collect()
+        logger.info("building the engine anew")
 
     async def _drain(self, service: OpenAIService) -> int:
         timeout = self._config.shutdown_timeout
@@ -158,8 +171,8 @@ class _Process:
         await self._finish_responses(_FLUSH_SECONDS)
         return EXIT_CUT_SHORT
 
-    def _call(self, work: Callable[[], ResultT]) -> _ThreadCall[ResultT]:
-        call = _ThreadCall(work)
+    def _call(self, work: Callable[[], ResultT]) -> ThreadCall[ResultT]:
+        call = ThreadCall(work)
         self._calls.append(call)
         return call
 
@@ -190,28 +203,3 @@ class _Process:
             os._exit(128 + number)
         logger.info("%s: shutting down; a second signal ends the process at once", signal.Signals(number).name)
         self._stop.set()
-
-
-class _ThreadCall(Generic[ResultT]):
-    """Runs `work` in a thread of its own: one that the interpreter does not wait for."""
-
-    def __init__(self, work: Callable[[], ResultT]) -> None:
-        self.result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
-        self._work = work
-        self._thread = threading.Thread(target=self._run, name="jaxserve-call", daemon=True)
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            result = self._work()
-        except Exception as error:
-            self._report(self.result.set_exception, error)
-        else:
-            self._report(self.result.set_result, result)
-
-    def _report(self, setter: Callable[[Any], None], value: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process was stopped meanwhile
-            self.result.get_loop().call_soon_threadsafe(lambda: None if self.result.done() else setter(value))

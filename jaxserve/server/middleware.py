@@ -55,6 +55,47 @@ class RequestContextMiddleware:
             await error_response(internal_error(request_id))(scope, receive, send_with_id)
 
 
+class RootPathMiddleware:
+    """Takes off what a proxy puts before every path, whether the proxy has done so already or not."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            path: str = scope["path"]
+            if not path.startswith(f"{self._root_path}/"):
+                path = self._root_path + path
+            scope = {**scope, "root_path": self._root_path, "path": path}
+        await self._app(scope, receive, send)
+
+
+class LoadMiddleware:
+    """Counts the requests under /v1/ that are being answered, streams until their end."""
+
+    def __init__(self, app: ASGIApp, load: ServerLoad) -> None:
+        self._app = app
+        self._load = load
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not route_path(scope).startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        self._load.requests += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._load.requests -= 1
+
+
+class ServerLoad:
+    """How many requests are being answered."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+
 class ApiKeyMiddleware:
     """Lets only requests with a known key through, but for `PUBLIC_PATHS`. Without keys, everyone is let through."""
 
@@ -72,7 +113,7 @@ class ApiKeyMiddleware:
             await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        if scope["type"] == "http" and scope["path"] in PUBLIC_PATHS and scope["method"] in ("GET", "HEAD"):
+        if scope["type"] == "http" and route_path(scope) in PUBLIC_PATHS and scope["method"] in ("GET", "HEAD"):
             return True
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(headers) != 1:  # of two, a proxy before us may have checked the other
@@ -88,3 +129,10 @@ def _client_request_id(scope: Scope) -> str | None:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return value.decode("ascii")
     return None
+
+
+def route_path(scope: Scope) -> str:
+    """The path as the routes know it: without the root path."""
+    path: str = scope["path"]
+    root_path: str = scope.get("root_path", "")
+    return path[len(root_path) :] if root_path and path.startswith(f"{root_path}/") else path

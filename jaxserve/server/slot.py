@@ -7,12 +7,13 @@ from typing import Literal
 from jaxserve.protocol.errors import UnavailableError
 from jaxserve.protocol.service import OpenAIService
 
-Phase = Literal["loading", "ready", "draining", "failed"]
+Phase = Literal["loading", "ready", "draining", "failed", "restarting"]
 
 _REASONS: dict[Phase, str] = {
     "loading": "the model is still loading: try again shortly",
     "draining": "the server is shutting down and takes no new work",
     "failed": "the engine has failed; see the server's log",
+    "restarting": "the engine has failed and is built anew: try again shortly",
 }
 
 
@@ -22,6 +23,7 @@ class ServiceSlot:
     def __init__(self, service: OpenAIService | None = None) -> None:
         self._service = service
         self._draining = False
+        self._restarting = False
 
     @property
     def service(self) -> OpenAIService | None:
@@ -34,12 +36,19 @@ class ServiceSlot:
         if self._draining:
             return "draining"
         if self._service is None:
-            return "loading"
+            return "restarting" if self._restarting else "loading"
         return "ready" if self._service.engine.is_ready else "draining"
 
     def fill(self, service: OpenAIService) -> None:
         """The model is loaded."""
         self._service = service
+        if self._draining:
+            service.engine.start_draining()
+
+    def empty(self) -> None:
+        """The engine failed and will be built anew; until then there is no service."""
+        self._service = None
+        self._restarting = True
 
     def start_draining(self) -> None:
         """No new work from now on; what runs goes on."""

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from jaxserve.engine.request import RequestOutput, TokenLogprobs
-from jaxserve.engine.stream import GenerationStream
+from jaxserve.engine.stream import MAX_JOINED_TOKENS, GenerationStream
 
 pytestmark = pytest.mark.anyio
 
@@ -32,9 +32,9 @@ async def test_a_reader_that_keeps_up_gets_every_step() -> None:
 
 async def test_what_a_slow_reader_left_waiting_comes_joined() -> None:
     stream = new_stream(2)
-    for token in range(1000):
+    for token in range(200):
         for index in range(2):
-            last = token == 999
+            last = token == 199
             logprobs = (TokenLogprobs(token, -float(token), ()),)
             stream.deliver(
                 RequestOutput(
@@ -46,9 +46,27 @@ async def test_what_a_slow_reader_left_waiting_comes_joined() -> None:
     for index in range(2):
         first, rest = (output for output in outputs if output.index == index)
         assert (first.token_ids, first.time, first.finish_reason) == ((0,), 0.0, None)
-        assert rest.token_ids == tuple(range(1, 1000))
-        assert [entry.logprob for entry in rest.logprobs or ()] == [-float(token) for token in range(1, 1000)]
-        assert (rest.time, rest.finish_reason) == (999.0, "length")
+        assert rest.token_ids == tuple(range(1, 200))
+        assert [entry.logprob for entry in rest.logprobs or ()] == [-float(token) for token in range(1, 200)]
+        assert (rest.time, rest.finish_reason) == (199.0, "length")
+
+
+async def test_a_long_backlog_comes_in_pieces_that_take_turns() -> None:
+    stream = new_stream(2)
+    count = 3 * MAX_JOINED_TOKENS
+    for token in range(count):
+        for index in range(2):
+            is_last = token == count - 1
+            stop = {"finish_reason": "stop", "stop_token_id": token} if is_last else {}
+            stream.deliver(RequestOutput("request-0", index, (token,), **stop))  # type: ignore[arg-type]
+    outputs = [output async for output in stream]
+    assert [output.index for output in outputs] == [0, 1] * 4
+    assert max(len(output.token_ids) for output in outputs) == MAX_JOINED_TOKENS
+    for index in range(2):
+        mine = [output for output in outputs if output.index == index]
+        assert [token for output in mine for token in output.token_ids] == list(range(count))
+        assert [output.finish_reason for output in mine] == [None, None, None, "stop"]
+        assert [output.stop_token_id for output in mine] == [None, None, None, count - 1]
 
 
 async def test_how_a_choice_ended_is_the_last_output_s() -> None:
@@ -58,7 +76,7 @@ async def test_how_a_choice_ended_is_the_last_output_s() -> None:
     stream.deliver(RequestOutput("request-0", 0, (3,), "stop", stop_token_id=3))
     first, rest = [output async for output in stream]
     assert first.logprobs is rest.logprobs is None
-    assert (rest.token_ids, rest.stop_token_id, rest.num_cached_tokens) == ((2, 3), 3, 8)
+    assert (first.num_cached_tokens, rest.token_ids, rest.stop_token_id) == (8, (2, 3), 3)
 
 
 async def test_closing_wakes_the_reader_and_drops_what_comes() -> None:

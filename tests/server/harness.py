@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +15,8 @@ from starlette.applications import Starlette
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.app import create_app
-from jaxserve.server.lifecycle import bind
+from jaxserve.server.connection import uvicorn_config
+from jaxserve.server.listener import bind
 from jaxserve.server.slot import ServiceSlot
 from tests.fakes import FakeEngine, fake_service
 
@@ -22,12 +24,20 @@ USER = {"role": "user", "content": "hi"}
 
 
 @asynccontextmanager
-async def listening(app: Starlette) -> AsyncIterator[int]:
-    """Serves the app on a free port of this machine, which is what is yielded."""
+async def listening(
+    app: Starlette, config: ServerConfig | None = None, *, send_buffer: int | None = None
+) -> AsyncIterator[int]:
+    """Serves the app on a free port of this machine, which is what is yielded.
+
+    Args:
+        send_buffer: bytes that the kernel holds for each client, about; None: as it likes.
+    """
     listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
-    )
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections have it from the listener
+    uvicorn_settings = uvicorn_config(app, config or ServerConfig())
+    uvicorn_settings.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(uvicorn_settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield listener.getsockname()[1]

@@ -66,7 +66,7 @@ def test_a_request_that_never_ran_has_no_times_of_running() -> None:
             queued=None,
             prefill=None,
             decode=None,
-        )  # fmt: skip
+        )
     )
     text = metrics.exposition().decode()
     for name in ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"):
