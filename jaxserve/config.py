@@ -181,6 +181,7 @@ class ServerConfig:
         api_keys: any of them opens every route; none: everyone may come in.
         allowed_origins: web origins whose pages may call the server, such as "https://chat.example"; "*": all of them.
         served_model_name: what clients call the model; None: the name that it was asked for by.
+        allow_special_tokens_in_content: whether what messages say may make control tokens, as Hugging Face has it.
         shutdown_timeout: seconds that running answers get after SIGTERM.
         stalled_client_timeout: seconds after which a client that takes nothing of its answer is cut off.
         restart_engine: whether a failed engine is built anew; otherwise the process ends.
@@ -198,6 +199,7 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     served_model_name: str | None = None
+    allow_special_tokens_in_content: bool = False
     shutdown_timeout: float = 30.0
     stalled_client_timeout: float = 60.0
     restart_engine: bool = False

@@ -1,4 +1,4 @@
-"""Logging of the commands: warnings by default, more with -v, all of it on stderr."""
+"""Logging of the commands: warnings by default, more with -v, all of it on stderr; the access log on stdout."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def configure_logging(verbose: int, *, shown: Sequence[str] = ()) -> None:
         logging.getLogger(name).setLevel(min(level, logging.INFO))
     if verbose < 2:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA: errors only
+
+
+def configure_access_log(*, enabled: bool) -> None:
+    """The server's access log: lines of their own on stdout, whatever -v says, and nothing else there."""
+    logger = logging.getLogger("jaxserve.access")
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    handler = logging.StreamHandler(sys.stdout) if enabled else logging.NullHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers = [handler]

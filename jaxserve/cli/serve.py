@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
+from jaxserve.cli import serve_options as options
 from jaxserve.cli.errors import reported_errors
-from jaxserve.cli.logs import configure_logging
+from jaxserve.cli.logs import configure_access_log, configure_logging
 from jaxserve.cli.options import (
     DEFAULT_MODEL,
     DeviceName,
@@ -28,52 +27,41 @@ _SERVER = ServerConfig()
 
 def serve(
     model: Model = DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0: all.")] = _SERVER.host,
-    port: Annotated[int, typer.Option(metavar="PORT", help="Port to listen on; 0: any free one.")] = _SERVER.port,
+    host: options.Host = _SERVER.host,
+    port: options.Port = _SERVER.port,
+    uds: options.UnixSocket = None,
+    ssl_certfile: options.CertFile = None,
+    ssl_keyfile: options.KeyFile = None,
+    root_path: options.RootPath = _SERVER.root_path,
     max_model_len: MaxModelLen = None,
-    max_num_seqs: Annotated[
-        int | None,
-        typer.Option(metavar="COUNT", help="Answers that are generated at once; unset: what suits the device."),
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="TOKENS", help="Tokens that one step computes at most; unset: what suits the device."),
-    ] = None,
-    max_num_queued_requests: Annotated[
-        int, typer.Option(metavar="COUNT", help="Requests that may wait; one more is refused.")
-    ] = _ENGINE.max_num_queued_requests,
-    max_num_queued_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="TOKENS", help="Prompt tokens that may wait; a request with more is refused. Unset: any."),
-    ] = None,
-    tensor_parallel_size: Annotated[
-        int, typer.Option(metavar="COUNT", help="Devices that the model is cut across.")
-    ] = _ENGINE.tensor_parallel_size,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    max_num_queued_requests: options.MaxNumQueuedRequests = _ENGINE.max_num_queued_requests,
+    max_num_queued_tokens: options.MaxNumQueuedTokens = None,
+    tensor_parallel_size: options.TensorParallelSize = _ENGINE.tensor_parallel_size,
     gpu_memory_utilization: MemoryUtilization = _ENGINE.gpu_memory_utilization,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY", envvar="JAXSERVE_API_KEY", show_envvar=True,
-            help="Key that clients must send; may be given several times. Unset: none is asked for.",
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name that clients ask for; unset: MODEL as given.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="Of requests that bring none; unset: drawn at random.")
-    ] = None,
+    api_key: options.ApiKey = None,
+    api_key_file: options.ApiKeyFile = None,
+    allowed_origins: options.AllowedOrigins = None,
+    served_model_name: options.ServedModelName = None,
+    allow_special_tokens_in_content: options.AllowSpecialTokens = False,
+    seed: options.Seed = None,
     dtype: DTypeName = "auto",
     page_size: PageSize = _ENGINE.page_size,
     num_pages: NumPages = None,
     device: DeviceName = "auto",
-    shutdown_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="What running answers get to end in after SIGTERM.")
-    ] = _SERVER.shutdown_timeout,
+    max_body_bytes: options.MaxBodyBytes = _SERVER.max_body_bytes,
+    shutdown_timeout: options.ShutdownTimeout = _SERVER.shutdown_timeout,
+    stalled_client_timeout: options.StalledClientTimeout = _SERVER.stalled_client_timeout,
+    restart_engine: options.RestartEngine = False,
+    access_log: options.AccessLogForm = _SERVER.access_log,
+    log_requests: options.LogRequests = False,
+    log_requests_content: options.LogRequestsContent = False,
     verbose: Verbose = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Serve MODEL over HTTP, the way OpenAI's API does."""
     configure_logging(verbose, shown=("jaxserve.server",))  # where it listens, when it is ready, how it ends
+    configure_access_log(enabled=access_log != "none")
     with reported_errors(verbose):
         engine_config = EngineConfig(
             max_model_len=max_model_len,
@@ -92,9 +80,21 @@ def serve(
         server_config = ServerConfig(
             host=host,
             port=port,
-            api_keys=tuple(api_key or ()),
+            uds=uds,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
+            root_path=root_path,
+            api_keys=(*(api_key or ()), *(options.read_api_keys(api_key_file) if api_key_file else ())),
+            allowed_origins=tuple(allowed_origins or ()),
             served_model_name=served_model_name,
+            allow_special_tokens_in_content=allow_special_tokens_in_content,
+            max_body_bytes=max_body_bytes,
             shutdown_timeout=shutdown_timeout,
+            stalled_client_timeout=stalled_client_timeout,
+            restart_engine=restart_engine,
+            access_log=access_log,
+            log_requests=log_requests,
+            log_requests_content=log_requests_content,
         )
         # Here and not at the top: it brings jax, which --help need not wait for.
         from jaxserve.server.run import serve as run_server

@@ -18,8 +18,10 @@ from starlette.routing import Route
 from jaxserve.config import ServerConfig
 from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
 from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest
-from jaxserve.protocol.responses import ChatCompletion, Completion
+from jaxserve.protocol.responses import ResponseModel
+from jaxserve.protocol.responses_api_requests import ResponsesRequest, parse_responses_request
 from jaxserve.protocol.service import ChunkStream, OpenAIService
+from jaxserve.protocol.tokenize_requests import parse_detokenize_request, parse_tokenize_request
 from jaxserve.server.access_log import AccessLogMiddleware
 from jaxserve.server.body import read_json
 from jaxserve.server.errors import EXCEPTION_HANDLERS, json_response
@@ -35,13 +37,13 @@ from jaxserve.server.request_log import RequestLog
 from jaxserve.server.slot import ServiceSlot
 from jaxserve.server.streaming import EventStreamResponse, until_disconnected
 
-RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest)
+RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest, ResponsesRequest)
 
 
 def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig) -> Starlette:
     """The application that serves `service`, or whatever comes to be in the slot.
 
-    It answers OpenAI's routes, and /health, /metrics, /stats, /load and /version beside them.
+    It answers OpenAI's routes, and /tokenize, /detokenize, /health, /metrics, /stats, /load and /version beside them.
     """
     slot = service if isinstance(service, ServiceSlot) else ServiceSlot(service)
     load = ServerLoad()
@@ -50,8 +52,11 @@ def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig) -> St
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/responses", routes.responses, methods=["POST"]),
             Route("/v1/models", routes.models, methods=["GET"]),
             Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
             Route("/health", routes.health, methods=["GET"]),
             Route("/metrics", routes.metrics, methods=["GET"]),
             Route("/stats", routes.stats, methods=["GET"]),
@@ -117,6 +122,22 @@ class _Routes:
         service = self._slot.for_work()
         return await self._answer(request, parse_completion_request, service.completion, service.completion_stream)
 
+    async def responses(self, request: Request) -> Response:
+        service = self._slot.for_work()
+        return await self._answer(request, parse_responses_request, service.response, service.response_stream)
+
+    async def tokenize(self, request: Request) -> Response:
+        service = self._slot.loaded()
+        parsed = parse_tokenize_request(await read_json(request, self._config.max_body_bytes))
+        result = await until_disconnected(request.receive, service.tokenize(parsed))
+        return Response(result.to_json(), media_type="application/json")
+
+    async def detokenize(self, request: Request) -> Response:
+        service = self._slot.loaded()
+        parsed = parse_detokenize_request(await read_json(request, self._config.max_body_bytes))
+        result = await until_disconnected(request.receive, service.detokenize(parsed))
+        return Response(result.to_json(), media_type="application/json")
+
     async def models(self, request: Request) -> Response:
         return json_response(self._slot.loaded().models().model_dump())
 
@@ -142,7 +163,7 @@ class _Routes:
         self,
         request: Request,
         parse: Callable[[Mapping[str, Any]], RequestT],
-        whole: Callable[[RequestT, Metrics], Coroutine[Any, Any, ChatCompletion | Completion]],
+        whole: Callable[[RequestT, Metrics], Coroutine[Any, Any, ResponseModel]],
         streamed: Callable[[RequestT, Metrics], Coroutine[Any, Any, ChunkStream[Any]]],
     ) -> Response:
         body = await read_json(request, self._config.max_body_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.progress import Progress
 from jaxserve.protocol.launch import launch
+from jaxserve.protocol.service import OpenAIService
 from jaxserve.server.lifecycle import run
 
 
@@ -18,7 +19,17 @@ def serve(model: str, engine_config: EngineConfig, server_config: ServerConfig, 
         The process's exit code: 0 after a clean drain, 3 if answers had to be cut short, 1 if the engine failed.
 
     Raises:
-        RuntimeError: it cannot listen on the address.
+        RuntimeError: it cannot listen on the address, or use the TLS files.
         CheckpointError: the model cannot be found, read or used.
     """
-    return run(lambda: launch(model, engine_config, progress, server_config.served_model_name), server_config)
+
+    def load() -> OpenAIService:
+        return launch(
+            model,
+            engine_config,
+            progress,
+            server_config.served_model_name,
+            allow_special_tokens_in_content=server_config.allow_special_tokens_in_content,
+        )
+
+    return run(load, server_config)

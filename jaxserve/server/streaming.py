@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxserve.protocol.errors import ApiError
 from jaxserve.protocol.responses import ChatCompletionChunk, Completion
+from jaxserve.protocol.responses_api_objects import ResponseEvent
 from jaxserve.protocol.service import ChunkStream
 from jaxserve.server.errors import ClientDisconnectedError, internal_error
 
@@ -61,11 +62,16 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 class EventStreamResponse(Response):
-    """Sends each chunk as one event, then `[DONE]`; after a failure an event with the error, and no `[DONE]`."""
+    """Sends each chunk as one event, then `[DONE]`; after a failure an event with the error, and no `[DONE]`.
+
+    Events of the responses route have names, and the last of them says itself that it is.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: ChunkStream[ChatCompletionChunk] | ChunkStream[Completion]) -> None:
+    def __init__(
+        self, chunks: ChunkStream[ChatCompletionChunk] | ChunkStream[Completion] | ChunkStream[ResponseEvent]
+    ) -> None:
         self._chunks = chunks
         self.status_code = 200
         self.background = None
@@ -87,14 +93,14 @@ class EventStreamResponse(Response):
         first = await anext(self._chunks)  # raises what is still an HTTP error
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await _send_event(send, _event(first))
+            encode, last = (_named_event, b"") if isinstance(first, ResponseEvent) else (_event, DONE)
+            await _send_event(send, encode(first))
             turn = _Turn()
             async for chunk in self._chunks:
-                await _send_event(send, _event(chunk))
+                await _send_event(send, encode(chunk))
                 if turn.is_over():
                     await asyncio.sleep(0)
                     turn = _Turn()
-            last = DONE
         except Exception as error:
             last = _error_event(error, scope["state"]["request_id"])
         await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -114,8 +120,12 @@ async def _send_event(send: Send, event: bytes) -> None:
     await send({"type": "http.response.body", "body": event, "more_body": True})
 
 
-def _event(chunk: ChatCompletionChunk | Completion) -> bytes:
+def _event(chunk: Any) -> bytes:
     return b"data: %b\n\n" % chunk.to_json().encode("utf-8")
+
+
+def _named_event(event: Any) -> bytes:
+    return b"event: %b\n%b" % (event.type.encode("ascii"), _event(event))
 
 
 def _error_event(error: Exception, request_id: str) -> bytes:

@@ -26,3 +26,19 @@ def test_what_is_logged(verbose: int, expected: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(verbose)], capture_output=True, text=True, timeout=60)
     assert done.stdout == ""
     assert [line.split(": ", 1 if verbose else 2)[-1] for line in done.stderr.splitlines()] == expected
+
+
+ACCESS_PROGRAM = """
+import logging, sys
+from jaxserve.cli.logs import configure_access_log, configure_logging
+configure_logging(2)
+configure_access_log(enabled=bool(int(sys.argv[1])))
+logging.getLogger("jaxserve.access").info("GET /health 200")
+"""
+
+
+@pytest.mark.parametrize(("enabled", "expected"), [(1, "GET /health 200\n"), (0, "")])
+def test_access_log_goes_to_stdout_as_it_is(enabled: int, expected: str) -> None:
+    program = [sys.executable, "-c", ACCESS_PROGRAM, str(enabled)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == (expected, "")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from jaxserve.config import ServerConfig
 from jaxserve.protocol.service import OpenAIService
@@ -22,6 +24,8 @@ class Options:
         port: 0 for any free one.
         load: "at once", "never" or "fail".
         fail_after: tokens after which the engine fails.
+        failing_engines: how many engines, from the first on, do so.
+        server: further fields of the server's config.
         stuck: the engine does not come back when it is told to stop.
     """
 
@@ -30,17 +34,19 @@ class Options:
     shutdown_timeout: float = 30.0
     token_delay: float = 0.02
     fail_after: int | None = None
+    failing_engines: int = 1000
     stuck: bool = False
+    server: dict[str, Any] = field(default_factory=dict)
 
 
-def load(options: Options) -> OpenAIService:
+def load(options: Options, number: int) -> OpenAIService:
+    """The service, for the `number`-th time from 0."""
     if options.load == "never":
         threading.Event().wait()
     if options.load == "fail":
         raise RuntimeError("the checkpoint is corrupt: fetch it again")
-    engine = FakeEngine(
-        endless, token_delay=options.token_delay, fail_after=options.fail_after, max_model_len=1_000_000
-    )
+    fail_after = options.fail_after if number < options.failing_engines else None
+    engine = FakeEngine(endless, token_delay=options.token_delay, fail_after=fail_after, max_model_len=1_000_000)
     if options.stuck:
         engine.shutdown = threading.Event().wait  # type: ignore[assignment]
     return fake_service(engine)
@@ -49,9 +55,10 @@ def load(options: Options) -> OpenAIService:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     options = Options(**json.loads(sys.argv[1]))
-    config = ServerConfig(port=options.port, shutdown_timeout=options.shutdown_timeout)
+    config = ServerConfig(port=options.port, shutdown_timeout=options.shutdown_timeout, **options.server)
+    numbers = itertools.count()
     try:
-        sys.exit(run(lambda: load(options), config))
+        sys.exit(run(lambda: load(options, next(numbers)), config))
     except RuntimeError as error:
         sys.exit(f"error: {error}")
 

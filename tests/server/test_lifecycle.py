@@ -1,8 +1,12 @@
 """The server as a process: starting, draining on SIGTERM, and exit codes that tell how it went."""
 
+import contextlib
 import json
+import shutil
 import signal
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,3 +147,93 @@ def test_engine_that_does_not_stop_is_left_behind(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.exit_code(seconds=20) == 0
         assert "does not stop" in server.log
+
+
+def test_failed_engine_is_built_anew_when_that_was_asked_for(tmp_path: Path) -> None:
+    with fake_server(tmp_path, fail_after=5, failing_engines=2, server={"restart_engine": True}) as server:
+        url = server.wait_ready()
+        for _ in range(2):
+            streams = [Answer(url, stream=True), Answer(url, stream=True)]
+            whole = Answer(url)
+            for answer in (*streams, whole):
+                answer.join()
+            assert all(set(events(stream.text)[-1]) == {"error"} for stream in streams)
+            assert (whole.status, set(json.loads(whole.text))) == (500, {"error"})
+            server.wait_ready()
+            while httpx.get(f"{url}/health").status_code != 200:
+                pass
+        answer = Answer(url)
+        answer.join()
+        assert answer.status == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+    assert server.log.count("building the engine anew") == 2
+
+
+def test_an_engine_that_fails_again_and_again_is_given_up(tmp_path: Path) -> None:
+    with fake_server(tmp_path, fail_after=0, server={"restart_engine": True}) as server:
+        url = server.wait_ready()
+        while server.process.poll() is None:
+            with contextlib.suppress(httpx.HTTPError):  # the last one finds nobody
+                httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+        assert server.exit_code() == 1
+        assert "giving up" in server.log
+
+
+def test_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))  # what a server that was killed leaves behind
+    with fake_server(tmp_path, server={"uds": str(path)}) as server:
+        assert server.url() == f"http+unix://{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://server") as client:
+            while client.get("/health").status_code != 200:
+                pass
+            answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
+            assert answer.json()["choices"][0]["text"] == "abc"
+            second = tmp_path / "second"
+            second.mkdir()
+            with fake_server(second, server={"uds": str(path)}) as other:
+                assert other.exit_code() == 1
+                assert f"error: cannot listen on {path}: Address already in use" in other.log
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+    assert not path.exists()
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with fake_server(tmp_path, server={"uds": str(path)}) as server:
+        assert server.exit_code() == 1
+        assert "is no socket" in server.log
+    assert path.read_text() == "mine"
+
+
+def test_tls(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
+            "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate),
+        ],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    files = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    with fake_server(tmp_path, token_delay=0, server=files) as server:
+        url = server.url()
+        assert url.startswith("https://")
+        with httpx.Client(base_url=url, verify=ssl.create_default_context(cafile=str(certificate))) as client:
+            while client.get("/health").status_code != 200:
+                pass
+            body = {"prompt": "x", "max_tokens": 3, "stream": True}
+            assert events(client.post("/v1/completions", json=body).text)[-1] == "[DONE]"
+
+
+def test_tls_files_that_cannot_be_used(tmp_path: Path) -> None:
+    files = {"ssl_certfile": str(tmp_path / "absent"), "ssl_keyfile": str(tmp_path / "absent")}
+    with fake_server(tmp_path, server=files) as server:
+        assert server.exit_code() == 1
+        assert "error: cannot use the TLS files" in server.log

@@ -1,0 +1,100 @@
+"""Arguments of `jaxserve serve` that no other command has. Names follow `vllm serve` where it has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0: all.")]
+Port = Annotated[int, typer.Option(metavar="PORT", help="Port to listen on; 0: any free one.")]
+UnixSocket = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Unix socket to listen on, in place of address and port.")
+]
+CertFile = Annotated[str | None, typer.Option(metavar="FILE", help="PEM file with the certificate: serves HTTPS.")]
+KeyFile = Annotated[str | None, typer.Option(metavar="FILE", help="PEM file with the certificate's private key.")]
+RootPath = Annotated[str, typer.Option(metavar="PATH", help="What a proxy in front puts before every path.")]
+AllowedOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-origins", metavar="ORIGIN",
+        help="Web origin whose pages may call the server; may be given several times, '*': any. Unset: none.",
+    ),
+]  # fmt: skip
+MaxNumSeqs = Annotated[
+    int | None,
+    typer.Option(metavar="COUNT", help="Answers that are generated at once; unset: what suits the device."),
+]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    typer.Option(metavar="TOKENS", help="Tokens that one step computes at most; unset: what suits the device."),
+]
+MaxNumQueuedRequests = Annotated[
+    int,
+    typer.Option(
+        "--max-num-queued-requests", "--max-num-queued-reqs", metavar="COUNT",
+        help="Requests that may wait; one more is refused.",
+    ),
+]  # fmt: skip
+MaxNumQueuedTokens = Annotated[
+    int | None,
+    typer.Option(metavar="TOKENS", help="Prompt tokens that may wait; a request with more is refused. Unset: any."),
+]
+TensorParallelSize = Annotated[int, typer.Option(metavar="COUNT", help="Devices that the model is cut across.")]
+ApiKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY", envvar="JAXSERVE_API_KEY", show_envvar=True,
+        help="Key that clients must send; may be given several times. Unset: none is asked for.",
+    ),
+]  # fmt: skip
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File with further keys, one on each line; # starts a comment line.")
+]
+ServedModelName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Name that clients ask for; unset: MODEL as given.")
+]
+Seed = Annotated[
+    int | None, typer.Option(metavar="NUMBER", help="Of requests that bring none; unset: drawn at random.")
+]
+AllowSpecialTokens = Annotated[
+    bool,
+    typer.Option(
+        "--allow-special-tokens-in-content",
+        help="Let what messages say make control tokens, as Hugging Face does. A user can then speak as the system.",
+    ),
+]
+MaxBodyBytes = Annotated[int, typer.Option(metavar="BYTES", help="Longest request body; a longer one is refused.")]
+ShutdownTimeout = Annotated[
+    float, typer.Option(metavar="SECONDS", help="What running answers get to end in after SIGTERM.")
+]
+StalledClientTimeout = Annotated[
+    float, typer.Option(metavar="SECONDS", help="After this, a client that takes nothing of its answer is cut off.")
+]
+RestartEngine = Annotated[
+    bool, typer.Option("--restart-engine", help="Build a failed engine anew, in place of ending the process.")
+]
+AccessLogForm = Annotated[
+    Literal["json", "text", "none"], typer.Option(help="A line on stdout for each answer, with its request's id.")
+]
+LogRequests = Annotated[
+    bool, typer.Option("--log-requests", help="Log what each request asks for, without a word of what it says.")
+]
+LogRequestsContent = Annotated[
+    bool, typer.Option("--log-requests-content", help="With --log-requests: log all of each request, prompts included.")
+]
+
+
+def read_api_keys(file: Path) -> tuple[str, ...]:
+    """The keys in a file: a line each, without white space around it; empty lines and those that start with # are none.
+
+    Raises:
+        ValueError: there is none in it, which would leave the server open to everyone.
+        OSError: it cannot be read.
+    """
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ValueError(f"the API key file {file} holds no key: write one on each line")
+    return keys

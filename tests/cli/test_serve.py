@@ -1,0 +1,99 @@
+"""`jaxserve serve`: what its flags make of the server, up to the point where a model would be loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxserve.cli.main import build_app
+from jaxserve.cli.serve_options import read_api_keys
+from jaxserve.config import EngineConfig, ServerConfig
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerConfig]]:
+    """What servers were started with, in place of starting them."""
+    calls: list[tuple[EngineConfig, ServerConfig]] = []
+
+    def run(model: str, engine: EngineConfig, server: ServerConfig, progress: object) -> int:
+        calls.append((engine, server))
+        return 0
+
+    monkeypatch.setattr("jaxserve.server.run.serve", run)
+    for name in ("configure_logging", "configure_access_log"):  # they would hold for the tests that follow
+        monkeypatch.setattr(f"jaxserve.cli.serve.{name}", lambda *args, **fields: None)
+    monkeypatch.delenv("JAXSERVE_API_KEY", raising=False)
+    return calls
+
+
+def serve(*flags: str, env: dict[str, str] | None = None) -> Any:
+    return CliRunner().invoke(build_app(), ["serve", *flags], env=env)
+
+
+def test_flags_reach_the_server(started: list[tuple[EngineConfig, ServerConfig]], tmp_path: Path) -> None:
+    flags = [
+        "--uds", "/run/jaxserve.sock", "--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem", "--root-path", "/llm",
+        "--allowed-origins", "https://a.example", "--allowed-origins", "https://b.example", "--restart-engine",
+        "--access-log", "json", "--log-requests", "--log-requests-content", "--max-body-bytes", "1000",
+        "--stalled-client-timeout", "7", "--allow-special-tokens-in-content", "--max-num-queued-reqs", "5",
+        "--max-num-queued-tokens", "600",
+    ]  # fmt: skip
+    assert serve(*flags).exit_code == 0
+    ((engine, server),) = started
+    assert server == ServerConfig(
+        uds="/run/jaxserve.sock", ssl_certfile="c.pem", ssl_keyfile="k.pem", root_path="/llm",
+        allowed_origins=("https://a.example", "https://b.example"), restart_engine=True, access_log="json",
+        log_requests=True, log_requests_content=True, max_body_bytes=1000, stalled_client_timeout=7.0,
+        allow_special_tokens_in_content=True,
+    )  # fmt: skip
+    assert (engine.max_num_queued_requests, engine.max_num_queued_tokens) == (5, 600)
+
+
+def test_without_flags_the_defaults_hold(started: list[tuple[EngineConfig, ServerConfig]]) -> None:
+    assert serve().exit_code == 0
+    assert started == [(EngineConfig(), ServerConfig())]
+
+
+def test_keys_come_from_flags_and_file(started: list[tuple[EngineConfig, ServerConfig]], tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nsk-3\n\n  sk-4 \n")
+    assert serve("--api-key", "sk-1", "--api-key", "sk-2", "--api-key-file", str(file)).exit_code == 0
+    assert started[0][1].api_keys == ("sk-1", "sk-2", "sk-3", "sk-4")
+
+
+def test_keys_come_from_the_environment(started: list[tuple[EngineConfig, ServerConfig]]) -> None:
+    assert serve(env={"JAXSERVE_API_KEY": "sk-1 sk-2"}).exit_code == 0
+    assert started[0][1].api_keys == ("sk-1", "sk-2")
+
+
+def test_a_key_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# none yet\n")
+    with pytest.raises(ValueError, match="holds no key"):
+        read_api_keys(file)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ssl-certfile", "c.pem"], "ssl_certfile and ssl_keyfile go together"),
+        (["--allowed-origins", "chat.example"], "allowed origin 'chat.example' must be '*' or look like"),
+        (["--allowed-origins", "https://*.example"], "allowed origin 'https://*.example'"),
+        (["--root-path", "llm"], "root_path='llm' must start with a slash"),
+        (["--log-requests-content"], "log_requests_content needs log_requests"),
+        (["--max-num-queued-tokens", "0"], "max_num_queued_tokens=0 must be at least 1"),
+        (["--api-key", ""], "an API key must not be empty"),
+        (["--stalled-client-timeout", "0"], "stalled_client_timeout=0.0 must be positive"),
+        (["--api-key-file", "/absent/keys"], "No such file or directory: /absent/keys"),
+    ],
+)
+def test_flags_that_cannot_be_meant(
+    started: list[tuple[EngineConfig, ServerConfig]], flags: list[str], message: str
+) -> None:
+    done = serve(*flags)
+    assert done.exit_code == 1
+    assert f"jaxserve: error: {message}" in done.stderr
+    assert not started
