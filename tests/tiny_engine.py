@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.build import build_engine
@@ -46,11 +43,9 @@ def tiny_params(dtype: str = "float32") -> LlamaParams:
 
 @contextmanager
 def tiny_engine(config: EngineConfig, model_config: ModelConfig = MODEL_CONFIG) -> Iterator[EngineClient]:
-    """A running engine; its programs are kept where the tests keep what they compile."""
+    """A running engine."""
     dtype = "float32" if config.dtype == "auto" else config.dtype
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXSERVE_HOME", str(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "jaxserve"))
-        engine = build_engine(model_config, tiny_params(dtype), config, NoProgress())
+    engine = build_engine(model_config, tiny_params(dtype), config, NoProgress())
     try:
         yield engine
     finally:

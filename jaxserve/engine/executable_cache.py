@@ -13,14 +13,12 @@ import pickle
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
-from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import version as jaxlib_version
 
 logger = logging.getLogger(__name__)
@@ -55,30 +53,8 @@ class ExecutableCache:
             ]
         )
 
-    @contextmanager
-    def without_jax_cache(self) -> Iterator[None]:
-        """Programs are compiled in here, and by nobody else meanwhile: jax's own cache is off for the whole process.
-
-        What jax's cache gives back on a CPU cannot be serialized once more: the copy lacks the code, which only shows when
-        it runs.
-        """
-        if self._folder is None:
-            yield
-            return
-        enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # whether it is on was asked once
-        try:
-            yield
-        finally:
-            jax.config.update("jax_enable_compilation_cache", enabled)
-            compilation_cache.reset_cache()
-
     def load_or_compile(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
-        """The compiled program called `name`: from disk, or traced and compiled now and kept.
-
-        Called within `without_jax_cache`.
-        """
+        """The compiled program called `name`: from disk, or traced and compiled now and kept."""
         path = self._path(name)
         if path is not None:
             loaded = _load(path, self._devices)

@@ -123,7 +123,6 @@ class ModelRunner:
             (rows, mode) for rows in self._buckets.sample_rows for mode in self._buckets.sampling_modes
         ]
         with (
-            self._programs.without_jax_cache(),
             progress.task("compiling", len(buckets) + len(sampling) + 2, "programs") as advance,
             ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
         ):

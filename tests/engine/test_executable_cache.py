@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.engine.build import program_folder
 from jaxserve.engine.executable_cache import ExecutableCache
 
 
@@ -33,8 +34,7 @@ class Program:
     def start(self, folder: Path | None, context: str = "context", name: str = "double") -> Any:
         """What one start of an engine does."""
         programs = ExecutableCache(folder, self.devices, context)
-        with programs.without_jax_cache():
-            compiled = programs.load_or_compile(name, self.lower)
+        compiled = programs.load_or_compile(name, self.lower)
         programs.remove_unused()
         return compiled
 
@@ -44,17 +44,14 @@ class Program:
         np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(8))
 
 
-@pytest.fixture
-def eager_jax_cache(tmp_path: Path) -> Iterator[None]:
-    """jax keeps whatever it compiles, however quick that was."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+@pytest.fixture(autouse=True)
+def without_jax_cache() -> Iterator[str]:
+    """As `program_folder` sees to it: programs are kept in jax's own cache or here, never in both. Yields jax's folder."""
+    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", folder)
     compilation_cache.reset_cache()
 
 
@@ -73,15 +70,13 @@ def test_another_context_or_name_compiles_anew(tmp_path: Path) -> None:
     assert program.traces == 3
 
 
-@pytest.mark.usefixtures("eager_jax_cache")
-def test_a_program_that_jax_has_kept_too_is_whole(tmp_path: Path) -> None:
-    program = Program(1)
-    program.check(program.lower().compile())  # now jax has it
-    jax.clear_caches()
-    for _ in range(2):
-        program.check(program.start(tmp_path / "programs"))
-    assert program.traces == 2
-    assert jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+def test_programs_are_kept_in_one_of_two_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_jax_cache: str
+) -> None:
+    monkeypatch.setenv("JAXSERVE_HOME", str(tmp_path))
+    assert program_folder() == tmp_path / "compiled"
+    jax.config.update("jax_compilation_cache_dir", without_jax_cache)
+    assert program_folder() is None
 
 
 def test_a_damaged_file_is_told_and_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,87 @@
+"""The forward pass as one program, as accelerators run it, gives the tokens of the layer-by-layer one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.device_batch import Sizes
+from jaxserve.engine.request import Request
+from jaxserve.engine.runner import ModelRunner
+from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.sequence import Sequence
+from jaxserve.models.params import param_specs
+from jaxserve.progress import NoProgress
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.sharding.mesh import make_mesh
+from jaxserve.sharding.placement import named_shardings
+from tests.tiny_engine import MODEL_CONFIG, ask, tiny_engine, tiny_params
+
+LIMITS = SchedulerLimits(
+    max_num_seqs=2, max_num_batched_tokens=4, max_prefill_rows=2, max_model_len=24, page_size=4, num_pages=7
+)
+REQUESTS = [
+    ([2, 3, 4, 5, 6, 7], SamplingParams(temperature=0.0, max_tokens=15, ignore_eos=True)),
+    ([9], SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)),
+    (list(range(2, 14)), SamplingParams(temperature=0.9, seed=6, top_p=0.9, max_tokens=8, ignore_eos=True)),
+]
+
+
+def whole_program_runner() -> ModelRunner:
+    mesh = make_mesh(jax.devices(), 1)
+    runner = ModelRunner(
+        MODEL_CONFIG,
+        jax.device_put(tiny_params(), named_shardings(param_specs(MODEL_CONFIG), mesh)),
+        mesh=mesh,
+        sizes=Sizes(
+            max_num_seqs=LIMITS.max_num_seqs,
+            pages_per_seq=LIMITS.pages_for(LIMITS.longest_sequence),
+            num_pages=LIMITS.num_pages,
+            page_size=LIMITS.page_size,
+        ),
+        buckets=Buckets(  # as few as serve these limits
+            decode_rows=(2,),
+            mixed_decode_rows=(1,),
+            prefill_tokens=(4,),
+            prefill_rows=2,
+            sample_rows=(3,),
+            sampling_modes=("full",),
+        ),
+        cache_dtype=np.dtype(np.float32),  # pyright: ignore[reportArgumentType]
+        layerwise=False,
+    )
+    runner.warm_up(NoProgress())
+    return runner
+
+
+def test_one_program_gives_the_tokens_of_the_layerwise_engine() -> None:
+    scheduler, runner = Scheduler(LIMITS), whole_program_runner()
+    sequences = [
+        Sequence(
+            request=Request(f"request-{index}", tuple(prompt), sampling, arrival_time=0.0),
+            index=0,
+            seed=sampling.seed or 0,
+            stop_token_ids=frozenset(),
+            max_output_tokens=sampling.max_tokens or 0,
+            token_ids=list(prompt),
+        )
+        for index, (prompt, sampling) in enumerate(REQUESTS)
+    ]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    pending: Any = None
+    while scheduler.has_work or pending is not None:
+        batch = scheduler.schedule()
+        launched = (batch, runner.launch_sample(runner.launch_forward(batch))) if batch else None
+        if pending is not None:
+            scheduler.update(pending[0], runner.fetch(pending[1]))
+        pending = launched
+    assert scheduler.num_preemptions > 0
+    config = EngineConfig(max_model_len=48, max_num_seqs=1, max_num_batched_tokens=8, page_size=4, num_pages=12)
+    with tiny_engine(config) as engine:
+        for sequence, (prompt, sampling) in zip(sequences, REQUESTS, strict=True):
+            assert sequence.token_ids[len(prompt) :] == ask(engine, prompt, sampling)
