@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.request import RequestError
@@ -432,4 +432,11 @@ def play(limits: dict[str, int], events: list[tuple[str, tuple[int, ...]]]) -> H
 def test_whatever_comes_every_request_gives_its_solo_tokens(
     trace: tuple[dict[str, int], list[tuple[str, tuple[int, ...]]]],
 ) -> None:
+    play(*trace)
+
+
+@pytest.mark.long
+@settings(max_examples=5000)
+@given(traces())
+def test_whatever_comes_at_length(trace: tuple[dict[str, int], list[tuple[str, tuple[int, ...]]]]) -> None:
     play(*trace)
