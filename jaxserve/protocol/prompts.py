@@ -32,8 +32,8 @@ class PromptBuilder:
         longest = max((len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1)
         self._max_prompt_bytes = max_model_len * max(longest, 1)
 
-    def chat(self, request: ChatPromptFields) -> list[int]:
-        """Token ids of a conversation.
+    def chat(self, request: ChatPromptFields, param: str = "messages") -> list[int]:
+        """Token ids of a conversation; `param` is what errors call its messages.
 
         Raises:
             BadRequestError: there is no template, it refuses the messages, or they can never fit.
@@ -42,7 +42,7 @@ class PromptBuilder:
             raise BadRequestError(
                 "this model has no chat template: send a plain prompt to /v1/completions", code="no_chat_template"
             )
-        self._check_length((text for message in request.messages for text in message.texts()), "messages")
+        self._check_length((text for message in request.messages for text in message.texts()), param)
         try:
             return self._template.encode(
                 self._tokenizer,
@@ -55,7 +55,7 @@ class PromptBuilder:
         except ChatTemplateError as error:
             raise BadRequestError(
                 f"the model's chat template refuses these messages: {error}",
-                param="messages",
+                param=param,
                 code="chat_template_error",
             ) from error
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 TextFinishReason = Literal["stop", "length"]
 
 
-class _Response(BaseModel):
+class ResponseModel(BaseModel):
     """Of its parts only those set are written, so that an optional one (`usage` of a chunk) can be left out."""
 
     model_config = ConfigDict(frozen=True)
@@ -19,13 +19,13 @@ class _Response(BaseModel):
         return self.model_dump_json(exclude_unset=True)
 
 
-class PromptTokensDetails(_Response):
+class PromptTokensDetails(ResponseModel):
     """Of the prompt's tokens: those whose KV pages were there already."""
 
     cached_tokens: int
 
 
-class Usage(_Response):
+class Usage(ResponseModel):
     """Tokens of a request, over all its prompts and choices. A stop token counts as completion."""
 
     prompt_tokens: int
@@ -43,7 +43,7 @@ class Usage(_Response):
         )
 
 
-class TopLogprob(_Response):
+class TopLogprob(ResponseModel):
     """One of the tokens that were most likely at a place. `token` is escaped where its bytes alone are no text."""
 
     token: str
@@ -57,14 +57,14 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Response):
+class ChatLogprobs(ResponseModel):
     """One entry for each token that counts as completion, those that no text shows (stop tokens) included."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
-class CompletionLogprobs(_Response):
+class CompletionLogprobs(ResponseModel):
     """Parallel lists, one item for each token; with `echo`, the prompt's come first."""
 
     text_offset: list[int]  # characters from the start of the choice's text
@@ -82,7 +82,7 @@ class CompletionLogprobs(_Response):
         )
 
 
-class PromptLogprob(_Response):
+class PromptLogprob(ResponseModel):
     """One candidate for a place in the prompt. `rank` is 1 for the most likely; null if it is not among those asked for."""
 
     logprob: float
@@ -93,7 +93,7 @@ class PromptLogprob(_Response):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; the first is null, for nothing stands before it
 
 
-class ChatCompletionMessage(_Response):
+class ChatCompletionMessage(ResponseModel):
     """The assistant's turn. It can be sent back as a message of the next request."""
 
     role: Literal["assistant"]
@@ -101,14 +101,14 @@ class ChatCompletionMessage(_Response):
     refusal: None
 
 
-class ChatChoice(_Response):
+class ChatChoice(ResponseModel):
     index: int
     message: ChatCompletionMessage
     logprobs: ChatLogprobs | None
     finish_reason: TextFinishReason
 
 
-class ChatCompletion(_Response):
+class ChatCompletion(ResponseModel):
     """Answer to a chat completion that is not streamed."""
 
     id: str
@@ -121,19 +121,19 @@ class ChatCompletion(_Response):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChoiceDelta(_Response):
+class ChoiceDelta(ResponseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
-class ChunkChoice(_Response):
+class ChunkChoice(ResponseModel):
     index: int
     delta: ChoiceDelta
     logprobs: ChatLogprobs | None
     finish_reason: TextFinishReason | None
 
 
-class ChatCompletionChunk(_Response):
+class ChatCompletionChunk(ResponseModel):
     """One event of a streamed chat completion. `usage` is absent unless it was asked for, and null until the last."""
 
     id: str
@@ -145,7 +145,7 @@ class ChatCompletionChunk(_Response):
     usage: Usage | None = None
 
 
-class CompletionChoice(_Response):
+class CompletionChoice(ResponseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -153,7 +153,7 @@ class CompletionChoice(_Response):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(_Response):
+class Completion(ResponseModel):
     """Answer to a completion; streamed, each event is one too, as in OpenAI's API."""
 
     id: str
@@ -165,7 +165,7 @@ class Completion(_Response):
     usage: Usage | None = None
 
 
-class Model(_Response):
+class Model(ResponseModel):
     id: str
     object: Literal["model"]
     created: int
@@ -173,12 +173,12 @@ class Model(_Response):
     max_model_len: int
 
 
-class ModelList(_Response):
+class ModelList(ResponseModel):
     object: Literal["list"]
     data: list[Model]
 
 
-class Tokens(_Response):
+class Tokens(ResponseModel):
     """Answer of /tokenize."""
 
     count: int
@@ -187,7 +187,7 @@ class Tokens(_Response):
     token_strs: list[str] | None
 
 
-class DetokenizedText(_Response):
+class DetokenizedText(ResponseModel):
     """Answer of /detokenize."""
 
     prompt: str

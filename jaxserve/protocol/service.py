@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError
-from jaxserve.protocol import assembly
+from jaxserve.protocol import assembly, responses_api_assembly
 from jaxserve.protocol.assembly import Answer, Echo
 from jaxserve.protocol.choice_text import ChoiceText
 from jaxserve.protocol.engine_protocol import Engine, TokenStream
@@ -20,7 +20,18 @@ from jaxserve.protocol.logprobs import LogprobWriter
 from jaxserve.protocol.observer import NoObserver, RequestObserver
 from jaxserve.protocol.prompts import PromptBuilder
 from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from jaxserve.protocol.responses import ChatCompletion, ChatCompletionChunk, Completion, Model, ModelList
+from jaxserve.protocol.responses import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    DetokenizedText,
+    Model,
+    ModelList,
+    Tokens,
+)
+from jaxserve.protocol.responses_api_objects import ResponseEvent, ResponseObject
+from jaxserve.protocol.responses_api_requests import ResponsesRequest
+from jaxserve.protocol.tokenize_requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
@@ -114,6 +125,51 @@ class OpenAIService:
         answer = await self._completion_answer(request, observer)
         return ChunkStream(answer, assembly.completion_chunks(answer))
 
+    async def response(self, request: ResponsesRequest, observer: RequestObserver | None = None) -> ResponseObject:
+        """The whole answer, as the responses route has it. Cancelling the call ends the work."""
+        return await responses_api_assembly.response(await self._response_answer(request, observer), request)
+
+    async def response_stream(
+        self, request: ResponsesRequest, observer: RequestObserver | None = None
+    ) -> ChunkStream[ResponseEvent]:
+        """The answer event by event; it is queued when this returns, so refusals are raised here."""
+        answer = await self._response_answer(request, observer)
+        return ChunkStream(answer, responses_api_assembly.response_events(answer, request))
+
+    async def tokenize(self, request: TokenizeTextRequest | TokenizeChatRequest) -> Tokens:
+        """The token ids that a text or a conversation has as a prompt.
+
+        Raises:
+            BadRequestError: as for completions and chat completions; a prompt that is too long for an answer is fine.
+        """
+        if request.model is not None:
+            self._check_model(request.model)
+        if isinstance(request, TokenizeTextRequest):
+            text, adds = request.prompt, request.add_special_tokens
+            token_ids = await self._in_thread(lambda: self._prompts.encode(text, "prompt", add_special_tokens=adds))
+        else:
+            token_ids = await self._in_thread(lambda: self._prompts.chat(request))
+        return Tokens(
+            count=len(token_ids),
+            max_model_len=self.engine.max_model_len,
+            tokens=token_ids,
+            token_strs=[self.tokenizer.token(token) or "" for token in token_ids]
+            if request.return_token_strs
+            else None,
+        )
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
+        """The text of token ids, control tokens included.
+
+        Raises:
+            BadRequestError: an id is outside the vocabulary.
+        """
+        if request.model is not None:
+            self._check_model(request.model)
+        self._check_vocabulary(request.tokens, "tokens")
+        decode = self.tokenizer.decode
+        return DetokenizedText(prompt=await self._in_thread(lambda: decode(request.tokens, skip_special_tokens=False)))
+
     def count_prompt_tokens(self, request: ChatCompletionRequest) -> int:
         """How many tokens a conversation has as a prompt. Renders and encodes in the caller's thread.
 
@@ -155,9 +211,15 @@ class OpenAIService:
         prompts = await self._in_thread(lambda: self._encode_prompts(request))
         return self._answer("cmpl", request, prompts, observer, has_echoes=request.echo)
 
+    async def _response_answer(self, request: ResponsesRequest, observer: RequestObserver | None) -> Answer:
+        chat = request.as_chat()
+        self._check_generation(chat)
+        token_ids = await self._in_thread(lambda: self._prompts.chat(chat, "input"))
+        return self._answer("resp", chat, [_EncodedPrompt(token_ids, "input")], observer)
+
     def _answer(
         self,
-        kind: Literal["chatcmpl", "cmpl"],
+        kind: Literal["chatcmpl", "cmpl", "resp"],
         request: GenerationRequest,
         prompts: Sequence[_EncodedPrompt],
         observer: RequestObserver | None,
@@ -267,12 +329,15 @@ class OpenAIService:
     def _check_generation(self, request: GenerationRequest) -> None:
         if request.model is not None:
             self._check_model(request.model)
+        self._check_vocabulary(request.stop_token_ids, "stop_token_ids")
+
+    def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self.engine.model_config.vocab_size
-        for position, token_id in enumerate(request.stop_token_ids):
+        for position, token_id in enumerate(token_ids):
             if token_id >= vocab_size:
                 raise BadRequestError(
-                    f"`stop_token_ids[{position}]` is {token_id}; the vocabulary ends at {vocab_size - 1}",
-                    param=f"stop_token_ids[{position}]",
+                    f"`{param}[{position}]` is {token_id}; the vocabulary ends at {vocab_size - 1}",
+                    param=f"{param}[{position}]",
                 )
 
     def _check_model(self, name: str) -> None:

@@ -116,7 +116,9 @@ async def test_template_that_fails_is_the_requests_fault(template: str) -> None:
 
 
 async def test_extras_of_the_hubs_templates() -> None:
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ strftime_now('%%') }}"
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ strftime_now('%%') }}"
+    )
     assert await prompt(template, [USER]) == "hi%"
 
 
