@@ -1,17 +1,14 @@
 """Rotary embedding of queries and keys, and the write of keys and values to the paged cache, in one op."""
 
-import functools
-import logging
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
 from jaxserve.kernels.rope_write_kv_mosaic_gpu import rope_write_kv_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.rope_write_kv_xla import rope_write_kv_xla
-
-logger = logging.getLogger(__name__)
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -66,33 +63,16 @@ def rope_write_kv(
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
     if implementation != "xla":
-        reason = _device_reason() or unsupported_reason(qkv, k_pages)
+        reason = missing_device() or unsupported_reason(qkv, k_pages)
         if implementation == "mosaic_gpu" and reason is not None:
             raise NotImplementedError(f"the Hopper kernel of rope_write_kv can't run here: {reason}")
         if implementation is None and reason is not None and jax.default_backend() == "gpu":
-            _warn_once(reason)
+            warn_of_fall_back("rope_write_kv", reason)
         implementation = "mosaic_gpu" if reason is None else "xla"
     write = rope_write_kv_mosaic_gpu if implementation == "mosaic_gpu" else rope_write_kv_xla
     return write(
         qkv, k_pages, v_pages, layer, cosines, sines, pages, offsets, k_scale=k_scale, v_scale=v_scale
     )  # fmt: skip
-
-
-def _device_reason() -> str | None:
-    """Why this process's default device can't run the Hopper kernel, or None if it can."""
-    if jax.default_backend() != "gpu":
-        return f"the default device is a {jax.default_backend()}, not a GPU"
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if capability != "9.0":
-        return f"it needs compute capability 9.0, the device has {capability}"
-    if jax.__version_info__ < (0, 11):
-        return f"it needs jax 0.11 or newer, this is {jax.__version__}"
-    return None
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    logger.warning("rope_write_kv falls back to plain XLA, which takes several kernels a layer: %s", reason)
 
 
 def _validate(qkv, k_pages, v_pages, cosines, sines, pages, offsets) -> None:

@@ -104,7 +104,10 @@ def _attention(
         qkv = _norm_heads(add_bias(qkv, layer.bqkv), layer, config)
     with jax.named_scope("rope_write_kv"):
         places = batch.write_pages, batch.write_offsets
-        q, k_pages, v_pages = rope_write_kv(qkv, cache.k_pages, cache.v_pages, index, *rope, *places)
+        # Plain XLA until the Hopper kernel has been measured on a card: it has only run in an interpreter so far.
+        q, k_pages, v_pages = rope_write_kv(
+            qkv, cache.k_pages, cache.v_pages, index, *rope, *places, implementation="xla"
+        )
         cache = KVCache(k_pages=k_pages, v_pages=v_pages)
     with jax.named_scope("attention"):
         attended = _paged_attention(q, cache, index, batch, config)
