@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from starlette.routing import Route
 
 from jaxserve.config import ServerConfig
+from jaxserve.engine.request import TokenLogprobs
 from jaxserve.server.app import create_app
 from jaxserve.server.slot import ServiceSlot
 from tests.fakes import MODEL_NAME, FakeEngine, endless, fake_service, say
@@ -343,3 +345,56 @@ async def test_health_answers_while_a_long_prompt_is_encoded() -> None:
                 probes += 1
         assert (await work).status_code == 200
     assert probes > 3
+
+
+async def test_responses_route() -> None:
+    async with client_of(FakeEngine(say("hi"))) as client:
+        body = (await client.post("/v1/responses", json={"input": "x"})).json()
+        assert body["output"][0]["content"] == [
+            {"type": "output_text", "text": "hi", "annotations": [], "logprobs": []}
+        ]
+        assert (body["object"], body["error"], body["tools"], body["store"]) == ("response", None, [], False)
+        response = await client.post("/v1/responses", json={"input": "x", "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *blocks, end = response.text.split("\n\n")
+    assert end == ""
+    for block in blocks:
+        name, data = block.split("\n")
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+    assert blocks[-1].startswith("event: response.completed\n")
+
+
+async def test_engine_failure_in_a_responses_stream_is_an_error_event() -> None:
+    async with client_of(FakeEngine(endless, fail_after=3)) as client:
+        response = await client.post("/v1/responses", json={"input": "x", "stream": True})
+    assert set(json.loads(response.text.split("\n\n")[-2].removeprefix("data: "))) == {"error"}
+    assert "response.completed" not in response.text
+
+
+async def test_tokenize_and_detokenize_routes() -> None:
+    async with client_of(FakeEngine(say("x"))) as client:
+        body = (await client.post("/tokenize", json={"prompt": "hé"})).json()
+        assert body == {"count": 3, "max_model_len": 256, "tokens": [*"hé".encode()], "token_strs": None}
+        messages = (await client.post("/tokenize", json={"messages": [USER], "return_token_strs": True})).json()
+        assert len(messages["token_strs"]) == messages["count"]
+        assert (await client.post("/detokenize", json={"tokens": body["tokens"]})).json() == {"prompt": "hé"}
+        assert_error(await client.post("/tokenize", json={"prompt": 5}), 400, "prompt")
+        assert_error(await client.post("/detokenize", json={"tokens": [259]}), 400, "tokens[0]")
+        assert_error(await client.get("/tokenize"), 405)
+
+
+async def test_log_probabilities_are_strict_json() -> None:
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is no JSON")
+
+    def impossible(token: int, count: int) -> TokenLogprobs:
+        return TokenLogprobs(token, -math.inf, ((token, -math.inf),) * count)
+
+    engine = FakeEngine(say("hi"), logprobs_of=impossible)
+    async with client_of(engine) as client:
+        for stream in (False, True):
+            body = {**CHAT, "logprobs": True, "top_logprobs": 20, "stream": stream}
+            response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200
+            for text in [line[6:] for line in response.text.split("\n") if line[:7] == "data: {"] or [response.text]:
+                json.loads(text, parse_constant=refuse)
