@@ -29,7 +29,7 @@ def _merge_parts(problem: Problem, tile, first_worker, count, parts_ref, lses_re
         for j in range(JOIN_UNROLL):
             index = i * JOIN_UNROLL + j
             part = (first_worker + jnp.minimum(index, count - 1)) * 2 + jnp.where(index == 0, 1, 0)
-            values.append(plgpu.load(parts_ref.at[part, pl.ds(tile * JOIN_TILE, JOIN_TILE)], layout=layout))
+            values.append(plgpu.load(parts_ref.at[part, pl.ds(tile * JOIN_TILE, JOIN_TILE)], layout=layout))  # pyright: ignore[reportCallIssue]
             score = jnp.full((JOIN_TILE,), LOWEST_SCORE, jnp.float32)
             for head in range(heads_in_tile):
                 # Rows past the padded group exist up to TILE_M, so the index is always in bounds.

@@ -190,7 +190,7 @@ def _attend_block(problem: Problem, segment, pair, queries, score_scale, smem, b
     keys = smem["k"].at[slot]
     if problem.is_float8:
         narrow, keys = keys, smem["wide"].at[pair]
-        keys[...] = plgpu.load(narrow, layout=wide_layout).astype(problem.dtype)
+        keys[...] = plgpu.load(narrow, layout=wide_layout).astype(problem.dtype)  # pyright: ignore[reportCallIssue]
         plgpu.commit_smem()
     scores = multiply(queries, keys.transpose((1, 0)), config.block_kv)
     if problem.softcap is None:
@@ -213,14 +213,14 @@ def _attend_block(problem: Problem, segment, pair, queries, score_scale, smem, b
     # What no row may read can be NaN, and 0 * NaN is NaN.
     if problem.is_float8:
         narrow, values = values, smem["wide"].at[pair]
-        block = plgpu.load(narrow, layout=wide_layout).astype(problem.dtype)
+        block = plgpu.load(narrow, layout=wide_layout).astype(problem.dtype)  # pyright: ignore[reportCallIssue]
         values[...] = jnp.where(visible(values_shape, 0, wide_layout), block, jnp.zeros_like(block))
         plgpu.commit_smem()
     else:
 
         @pl.when((start + config.block_kv > segment.kv_len) | (start < first_position))
         def _clear_invisible_values():
-            block = plgpu.load(values, layout=layout)
+            block = plgpu.load(values, layout=layout)  # pyright: ignore[reportCallIssue]
             values[...] = jnp.where(visible(values_shape, 0, layout), block, jnp.zeros_like(block))
             plgpu.commit_smem()
 

@@ -223,7 +223,7 @@ def _multiply(problem: Problem, smem, barriers) -> list[Array]:
         lax.fori_loop(0, problem.steps, step, None)
         return [accumulator[...] for accumulator in accumulators]
 
-    accumulator = plgpu.ACC((TILE, problem.padded_rows), jnp.float32)
+    accumulator = plgpu.ACC((TILE, problem.padded_rows), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
     return pl.run_scoped(body, *[accumulator] * problem.tiles)
 
 
@@ -250,7 +250,7 @@ def _add_parts(problem: Problem, block, rank, parts_ref, smem, barriers) -> list
     sums = []
     for tile in range(problem.tiles):
         parts = [
-            plgpu.load(smem["received"].at[part, tile], layout=plgpu.Layout.WGMMA, optimized=False)
+            plgpu.load(smem["received"].at[part, tile], layout=plgpu.Layout.WGMMA, optimized=False)  # pyright: ignore[reportCallIssue]
             for part in range(problem.config.split)
         ]
         sums.append(functools.reduce(jnp.add, parts))
@@ -271,7 +271,7 @@ def _finish(problem: Problem, block, rank, results: list[Array], out_ref, smem, 
         target = smem["out"].at[:, pl.ds(tile * TILE, TILE)].transpose((1, 0))  # [TILE, rows_per_rank]
         result = plgpu.layout_cast(result, layout)
         if problem.has_residual:
-            result = result + plgpu.load(target, layout=layout, optimized=False).astype(jnp.float32)
+            result = result + plgpu.load(target, layout=layout, optimized=False).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
         target[...] = result.astype(problem.out_dtype)
     plgpu.commit_smem()
     # Rows past the result's end are left out by the copy.

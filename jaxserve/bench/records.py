@@ -97,7 +97,7 @@ def format_table(summaries: list[Summary]) -> str:
         "tok/s",
         "host gap",
     )
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for summary in summaries:
         tpot, ttft, mbu = summary.tpot_ms, summary.ttft_ms, summary.bandwidth_utilization
         rows.append(

@@ -47,7 +47,7 @@ _CPU_DEFAULTS = DeviceDefaults(max_num_seqs=8, max_num_batched_tokens=256, max_p
 _GPU_DEFAULTS = DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=2048, max_prefill_rows=16)
 
 
-def select_devices(config: EngineConfig) -> list[jax.Device]:
+def select_devices(config: EngineConfig) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
     """The devices that the configuration asks for.
 
     Raises:
