@@ -26,7 +26,7 @@ def on_one_device() -> list[list[int]]:
     return answers(1)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_more_devices_give_the_same_tokens(size: int, on_one_device: list[list[int]]) -> None:
     assert len({tuple(tokens) for tokens in on_one_device}) == len(on_one_device)
     assert answers(size) == on_one_device
