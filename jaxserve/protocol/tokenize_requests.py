@@ -13,7 +13,7 @@ from jaxserve.protocol.request_rules import check_chat_prompt
 from jaxserve.protocol.requests import MAX_PROMPT_TOKEN_IDS, ChatPromptFields
 from jaxserve.protocol.validation import StrictModel, supported, validate
 
-_UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_TOKENIZE_CHAT: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),  # a template writes its own
     "chat_template": (),
     "mm_processor_kwargs": ({},),
@@ -54,7 +54,7 @@ def parse_tokenize_request(body: Mapping[str, Any]) -> TokenizeTextRequest | Tok
         return validate(TokenizeTextRequest, supported(body, TokenizeTextRequest.model_fields, {}, ""))
     if body.get("prompt") is not None:
         raise BadRequestError("`prompt` and `messages` exclude each other", param="prompt")
-    fields = supported(body, TokenizeChatRequest.model_fields, _UNSUPPORTED_CHAT, "")
+    fields = supported(body, TokenizeChatRequest.model_fields, UNSUPPORTED_TOKENIZE_CHAT, "")
     clean_messages(fields)
     request = validate(TokenizeChatRequest, fields)
     check_chat_prompt(request)

@@ -33,6 +33,7 @@ from jaxserve.server.middleware import (
     RootPathMiddleware,
     ServerLoad,
 )
+from jaxserve.server.openapi import openapi_document
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.slot import ServiceSlot
 from jaxserve.server.streaming import EventStreamResponse, until_disconnected
@@ -43,7 +44,8 @@ RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest, Respons
 def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig) -> Starlette:
     """The application that serves `service`, or whatever comes to be in the slot.
 
-    It answers OpenAI's routes, and /tokenize, /detokenize, /health, /metrics, /stats, /load and /version beside them.
+    It answers OpenAI's routes, and beside them /tokenize, /detokenize, /health, /metrics, /stats, /load, /version and
+    /openapi.json.
     """
     slot = service if isinstance(service, ServiceSlot) else ServiceSlot(service)
     load = ServerLoad()
@@ -62,6 +64,7 @@ def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig) -> St
             Route("/stats", routes.stats, methods=["GET"]),
             Route("/version", routes.version, methods=["GET"]),
             Route("/load", routes.load, methods=["GET"]),
+            Route("/openapi.json", routes.openapi, methods=["GET"]),
         ],
         middleware=_middleware(config, load),
         exception_handlers=EXCEPTION_HANDLERS,  # type: ignore[arg-type]
@@ -158,6 +161,9 @@ class _Routes:
 
     async def load(self, request: Request) -> Response:
         return json_response({"server_load": self._load.requests})
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(openapi_document(self._config, version()))
 
     async def _answer(
         self,

@@ -36,6 +36,7 @@ class Options:
     fail_after: int | None = None
     failing_engines: int = 1000
     stuck: bool = False
+    max_model_len: int = 1_000_000
     server: dict[str, Any] = field(default_factory=dict)
 
 
@@ -46,7 +47,9 @@ def load(options: Options, number: int) -> OpenAIService:
     if options.load == "fail":
         raise RuntimeError("the checkpoint is corrupt: fetch it again")
     fail_after = options.fail_after if number < options.failing_engines else None
-    engine = FakeEngine(endless, token_delay=options.token_delay, fail_after=fail_after, max_model_len=1_000_000)
+    engine = FakeEngine(
+        endless, token_delay=options.token_delay, fail_after=fail_after, max_model_len=options.max_model_len
+    )
     if options.stuck:
         engine.shutdown = threading.Event().wait  # type: ignore[assignment]
     return fake_service(engine)

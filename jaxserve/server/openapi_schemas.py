@@ -1,0 +1,162 @@
+"""JSON Schemas of request and response bodies, from the types that validate and make them.
+
+pydantic knows the types; the rules that parsing adds are put on top, so that what a schema forbids is refused and what
+it allows is understood:
+
+* null is the same as absent, for every optional field and even for fields that nobody knows;
+* fields that are not supported may hold the values that ask for nothing;
+* unions that are checked by hand (prompts, contents, stop strings) have their forms spelled out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from jaxserve.protocol.messages import UNSUPPORTED_MESSAGE
+from jaxserve.protocol.requests import (
+    MAX_MESSAGES,
+    MAX_PROMPT_TOKEN_IDS,
+    MAX_PROMPTS,
+    MAX_STOP_STRING_LENGTH,
+    MAX_STOP_STRINGS,
+    UNSUPPORTED_CHAT,
+    UNSUPPORTED_COMPLETION,
+    UNSUPPORTED_STREAM_OPTIONS,
+)
+from jaxserve.protocol.responses_api_requests import UNSUPPORTED_RESPONSES
+from jaxserve.protocol.tokenize_requests import UNSUPPORTED_TOKENIZE_CHAT
+from jaxserve.sampling_params import MAX_LOGIT_BIAS
+
+Schema = dict[str, Any]
+
+_TEXT_PART: Schema = {"$ref": "#/components/schemas/TextPart"}
+_TOKEN_IDS: Schema = {
+    "type": "array", "minItems": 1, "maxItems": MAX_PROMPT_TOKEN_IDS, "items": {"type": "integer", "minimum": 0},
+}  # fmt: skip
+_STOP_STRING: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_LENGTH}
+
+# Fields that are checked by hand, in whichever request they stand: what they may be, null apart.
+_BY_HAND: dict[str, Schema] = {
+    "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}]},
+    "logit_bias": {
+        "type": "object",
+        "maxProperties": MAX_LOGIT_BIAS,
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+    "stop": {"anyOf": [_STOP_STRING, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP_STRING}]},
+}
+_PROMPT: Schema = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string"}},
+        _TOKEN_IDS,
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": _TOKEN_IDS},
+    ]
+}
+
+_INPUT_PART: Schema = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {
+        "type": {"enum": ["input_text", "output_text", "text"]}, "text": {"type": "string"}, "annotations": {},
+        "logprobs": {},
+    },
+    "additionalProperties": {"type": "null"},
+}  # fmt: skip
+_INPUT_MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "type": {"const": "message"},
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _INPUT_PART}]},
+        "id": {}, "status": {}, "phase": {},
+    },
+    "additionalProperties": {"type": "null"},
+}  # fmt: skip
+
+# Schema -> fields that it alone has, checked by hand.
+_BY_HAND_OF: dict[str, dict[str, Schema]] = {
+    "CompletionRequest": {"prompt": _PROMPT},
+    "DetokenizeRequest": {"tokens": {**_TOKEN_IDS, "minItems": 0}},
+    "ResponsesRequest": {
+        "input": {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _INPUT_MESSAGE},
+            ]
+        }
+    },
+}
+
+# Schema -> fields that are no error while they ask for nothing, with the values that do. Each of these is read by
+# `validation.supported`, which drops null; schemas that are not listed are pydantic's own and forbid it.
+_LENIENT: dict[str, Mapping[str, tuple[Any, ...]]] = {
+    "ChatCompletionRequest": UNSUPPORTED_CHAT,
+    "CompletionRequest": UNSUPPORTED_COMPLETION,
+    "StreamOptions": UNSUPPORTED_STREAM_OPTIONS,
+    "ChatMessage": UNSUPPORTED_MESSAGE,
+    "TextPart": {},
+    "ResponsesRequest": UNSUPPORTED_RESPONSES,
+    "TokenizeTextRequest": {},
+    "TokenizeChatRequest": UNSUPPORTED_TOKENIZE_CHAT,
+    "DetokenizeRequest": {},
+}
+
+
+def request_schemas(models: list[type[BaseModel]]) -> dict[str, Schema]:
+    """Schemas of request bodies and of all that they are made of, by name."""
+    schemas = _pydantic_schemas(models)
+    for name, neutral in _LENIENT.items():
+        if name in schemas:
+            schemas[name] = _lenient(schemas[name], neutral)
+    for name, fields in _BY_HAND_OF.items():
+        if name in schemas:
+            schemas[name]["properties"] |= fields
+    return schemas
+
+
+def response_schemas(models: list[type[BaseModel]]) -> dict[str, Schema]:
+    """Schemas of answers and of all that they are made of, by name: nothing stands in an answer that is not described."""
+    schemas = _pydantic_schemas(models)
+    for schema in schemas.values():
+        if schema.get("type") == "object":
+            schema.setdefault("additionalProperties", False)
+    return schemas
+
+
+def _pydantic_schemas(models: list[type[BaseModel]]) -> dict[str, Schema]:
+    # "validation" for answers too: there a field with a default may be absent, as it is when it was not set.
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    return definitions.get("$defs", {})
+
+
+def _lenient(schema: Schema, neutral: Mapping[str, tuple[Any, ...]]) -> Schema:
+    required = set(schema.get("required", ()))
+    properties: dict[str, Schema] = {}
+    for name, field in schema["properties"].items():
+        field = copy.deepcopy(_BY_HAND.get(name, field))
+        properties[name] = field if name in required else _or_null(field)
+    for name, values in neutral.items():
+        properties[name] = {
+            "enum": [*values, None],
+            "description": "Not supported: only values that ask for nothing are taken.",
+        }
+    return {**schema, "properties": properties, "additionalProperties": {"type": "null"}}
+
+
+def _or_null(field: Schema) -> Schema:
+    notes = {key: field[key] for key in ("default", "description", "title") if key in field}
+    rest = {key: value for key, value in field.items() if key not in notes}
+    options = rest.pop("anyOf", None) or [rest]
+    if {"type": "null"} not in options:
+        options = [*options, {"type": "null"}]
+    return {**notes, "anyOf": options}
