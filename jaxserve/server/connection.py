@@ -49,7 +49,10 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     return result
 
 
-class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # httptools' or h11's, whichever is installed
+_Protocol: Any = AutoHTTPProtocol  # httptools' or h11's, whichever is installed
+
+
+class _Connection(_Protocol):
     """Cuts a client off that takes nothing of its answer for a while, or sends headers without end.
 
     uvicorn stops taking from the app while its buffer for a client is full, so that a slow reader costs little memory;

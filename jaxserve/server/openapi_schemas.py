@@ -143,8 +143,8 @@ def _lenient(schema: Schema, neutral: Mapping[str, tuple[Any, ...]]) -> Schema:
     required = set(schema.get("required", ()))
     properties: dict[str, Schema] = {}
     for name, field in schema["properties"].items():
-        field = copy.deepcopy(_BY_HAND.get(name, field))
-        properties[name] = field if name in required else _or_null(field)
+        described: Schema = copy.deepcopy(_BY_HAND.get(name) or field)
+        properties[name] = described if name in required else _or_null(described)
     for name, values in neutral.items():
         properties[name] = {
             "enum": [*values, None],
