@@ -38,9 +38,7 @@ def token_offset(position: int, piece: str, token: bytes) -> int:
         piece: what became certain with it: its own text, after that of bytes which waited for it.
         token: its bytes.
     """
-    if not token or token[0] & 0xC0 == 0x80:  # it goes on in a character that an earlier token began
-        return position
-    own = codecs.getincrementaldecoder("utf-8")("replace").decode(token)
+    own = codecs.getincrementaldecoder("utf-8")("replace").decode(token)  # no shorter than what it adds to a character
     return position + max(0, len(piece) - len(own))
 
 
