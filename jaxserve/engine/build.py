@@ -27,7 +27,7 @@ from jaxserve.sharding.placement import named_shardings
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
-_CPU_CACHE_BYTES = 2 * _GIB  # at most, for the KV cache on a CPU whose memory others use too
+_CPU_CACHE_BYTES = _GIB  # at most, for the KV cache on a CPU whose memory others use too
 
 
 class OutOfMemoryError(RuntimeError):
