@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import queue
-import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, overload
@@ -21,7 +20,8 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.request import EngineStoppedError, FinishReason, QueueFullError, RequestError
+from jaxserve.engine.request import EngineStoppedError, FinishReason, QueueFullError, RequestError, TokenLogprobs
+from jaxserve.loop_thread import LoopThread
 from jaxserve.progress import NoProgress, Progress
 from jaxserve.protocol.engine_protocol import Stats
 from jaxserve.protocol.errors import BadRequestError, InternalServerError, from_engine_error
@@ -39,11 +39,18 @@ PromptInput = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class GeneratedTokens:
-    """One choice of `generate`: its new token ids (a stop token included) and why it ended."""
+    """One choice of `generate`: its new token ids (a stop token included) and why it ended.
+
+    Attributes:
+        logprobs: of each new token, if the sampling parameters ask for them.
+        prompt_logprobs: of each prompt token, if they do; the first is None.
+    """
 
     index: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class AsyncStream(Generic[ChunkT]):
@@ -181,17 +188,30 @@ class AsyncEngine:
         except (RequestError, QueueFullError, EngineStoppedError) as error:
             raise from_engine_error(error) from error
         new_tokens: list[list[int]] = [[] for _ in range(sampling.n)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(sampling.n)]
+        of_prompt: tuple[TokenLogprobs | None, ...] | None = None
         reasons: dict[int, FinishReason] = {}
         try:
             async for output in stream:
                 new_tokens[output.index].extend(output.token_ids)
+                logprobs[output.index].extend(output.logprobs or ())
+                of_prompt = output.prompt_logprobs or of_prompt
                 if output.finish_reason == "error":
                     raise InternalServerError(f"the engine failed: {output.error}", code="engine_error")
                 if output.finish_reason is not None:
                     reasons[output.index] = output.finish_reason
         finally:
             await stream.aclose()
-        return [GeneratedTokens(index, tuple(tokens), reasons[index]) for index, tokens in enumerate(new_tokens)]
+        return [
+            GeneratedTokens(
+                index,
+                tuple(new_tokens[index]),
+                reasons[index],
+                logprobs=None if sampling.logprobs is None else tuple(logprobs[index]),
+                prompt_logprobs=of_prompt,
+            )
+            for index in range(sampling.n)
+        ]
 
     def stats(self) -> Stats:
         """A snapshot of the engine's numbers."""
@@ -216,7 +236,7 @@ class AsyncEngine:
 class Stream(Generic[ChunkT]):
     """Chunks as they come. Leaving the loop early, or closing the stream, ends the work."""
 
-    def __init__(self, loop: _LoopThread, opening: Coroutine[Any, Any, AsyncStream[ChunkT]]) -> None:
+    def __init__(self, loop: LoopThread, opening: Coroutine[Any, Any, AsyncStream[ChunkT]]) -> None:
         self._loop = loop
         self._received: queue.SimpleQueue[tuple[ChunkT | None, BaseException | None]] = queue.SimpleQueue()
         self._ended = False
@@ -285,7 +305,7 @@ async def _pump(
 class ChatCompletions:
     """`engine.chat.completions`."""
 
-    def __init__(self, loop: _LoopThread, calls: AsyncChatCompletions) -> None:
+    def __init__(self, loop: LoopThread, calls: AsyncChatCompletions) -> None:
         self._loop = loop
         self._calls = calls
 
@@ -305,7 +325,7 @@ class ChatCompletions:
 class Completions:
     """`engine.completions`."""
 
-    def __init__(self, loop: _LoopThread, calls: AsyncCompletions) -> None:
+    def __init__(self, loop: LoopThread, calls: AsyncCompletions) -> None:
         self._loop = loop
         self._calls = calls
 
@@ -338,7 +358,7 @@ class Engine:
         self, model: str | OpenAIService, config: EngineConfig | None = None, *, progress: Progress | None = None
     ) -> None:
         self._engine = AsyncEngine(model, config, progress=progress)
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
         self.chat = Chat(ChatCompletions(self._loop, self._engine.chat.completions))
         self.completions = Completions(self._loop, self._engine.completions)
 
@@ -370,51 +390,6 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class _LoopThread:
-    """An event loop in a thread of its own, for callers that have none."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="jaxserve-api", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def cancel(self, task: asyncio.Task[Any]) -> None:
-        """Cancels a task of the loop, from any thread."""
-        if not task.done() and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(task.cancel)
-
-    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """The work's result; interrupting the wait (Ctrl-C) cancels it."""
-        if not self.is_running:
-            work.close()
-            raise RuntimeError("this engine was closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
-
-    def stop(self) -> None:
-        """Cancels what still runs on the loop, and ends the thread."""
-        self.run(_cancel_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()
-    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 def _as_json(fields: dict[str, Any]) -> dict[str, Any]:

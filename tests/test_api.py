@@ -94,11 +94,28 @@ def test_an_answer_can_be_sent_back(make: Callable[..., Fixture]) -> None:
     assert bytes(token for token in fixture.fake.submitted[1][0] if token < 256).count(b"hello") == 1
 
 
+def test_options_are_those_of_the_routes(make: Callable[..., Fixture]) -> None:
+    fixture = make(say("hi"))
+    answer = fixture.engine.chat.completions.create(
+        messages=[USER], logprobs=True, top_logprobs=1, logit_bias={5: 1.5}, min_tokens=1, presence_penalty=0.5
+    )
+    assert answer.choices[0].logprobs is not None
+    assert [entry.token for entry in answer.choices[0].logprobs.content] == ["h", "i", "<|im_end|>"]
+    assert fixture.fake.submitted[0][1].logit_bias == ((5, 1.5),)
+    scored = fixture.engine.completions.create(prompt="ab", echo=True, logprobs=0, max_tokens=0)
+    assert scored.choices[0].logprobs is not None
+    assert scored.choices[0].logprobs.tokens == ["a", "b"]
+
+
 def test_generate(make: Callable[..., Fixture]) -> None:
     engine = make(say("ab", "cd")).engine
     first, second = engine.generate([1, 2], SamplingParams(n=2))
     assert (first.index, first.token_ids, first.finish_reason) == (0, (97, 98, EOS), "stop")
     assert (second.index, second.token_ids) == (1, (99, 100, EOS))
+    assert (first.logprobs, first.prompt_logprobs) == (None, None)
+    (told, _) = engine.generate([1, 2], SamplingParams(n=2, logprobs=1, prompt_logprobs=0))
+    assert [values.token_id for values in told.logprobs or ()] == list(told.token_ids)
+    assert [values and values.token_id for values in told.prompt_logprobs or ()] == [None, 2]
     (cut,) = engine.generate([1, 2], SamplingParams(max_tokens=2))
     assert (cut.token_ids, cut.finish_reason) == ((97, 98), "length")
 

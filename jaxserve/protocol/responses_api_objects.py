@@ -21,8 +21,8 @@ class _Object(ResponseModel):
 class OutputText(_Object):
     type: Literal["output_text"] = "output_text"
     text: str
-    annotations: list[Any] = Field([])
-    logprobs: list[TokenLogprob] = Field([])
+    annotations: list[Any] = Field(default=[])
+    logprobs: list[TokenLogprob] = Field(default=[])
 
 
 class OutputMessage(_Object):
@@ -87,7 +87,7 @@ class ResponseObject(_Object):
     temperature: float
     text: TextSettings = TextSettings()
     tool_choice: Literal["auto"] = "auto"
-    tools: list[Any] = Field([])
+    tools: list[Any] = Field(default=[])
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
