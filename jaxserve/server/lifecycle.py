@@ -39,7 +39,7 @@ _FAILURE_WINDOW_SECONDS = 600.0
 _FLUSH_SECONDS = 2.0  # what error events get to reach their clients
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """uvicorn without its signal handling, which ends the process by the signal it was sent instead of an exit code."""
 
     @contextlib.contextmanager
@@ -78,7 +78,7 @@ class _Process:
         self._listener = bound
         self._slot = ServiceSlot()
         self.uvicorn_config = uvicorn_config(create_app(self._slot, config), config)
-        self._server = _Server(self.uvicorn_config)
+        self._server = QuietServer(self.uvicorn_config)
         self._load = load
         self._calls: list[ThreadCall[Any]] = []
         self._stop = asyncio.Event()

@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""What the server side alone can carry: streamed chunks a second, with an engine that answers at once.
+
+    scripts/bench_server.py --streams 64 --seconds 10
+
+The engine gives each request its 200 tokens without delay, so that all that is timed is HTTP, validation, tokenizing,
+detokenizing, JSON and the event stream. The client is a process of its own that only counts events; both report the
+processor time they took, which on a shared machine says more than the wall clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # usable without installing the package
+
+from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings
+from jaxserve.config import ModelConfig, ServerConfig
+from jaxserve.engine.request import RequestOutput
+from jaxserve.engine.time_histogram import TimeCounts
+from jaxserve.protocol.service import OpenAIService
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.app import create_app
+from jaxserve.server.connection import uvicorn_config
+from jaxserve.server.lifecycle import QuietServer
+from jaxserve.server.listener import bind
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
+
+NUM_TOKENS = 200
+EOS = 256
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+class InstantStream(AsyncIterator[RequestOutput]):
+    """The whole answer, token by token, all of it there already."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._now = time.monotonic()
+        self._tokens = iter(range(NUM_TOKENS))
+
+    def abort(self, index: int | None = None) -> None:
+        del index
+        self._tokens = iter(())
+
+    async def aclose(self) -> None:
+        self.abort()
+
+    async def __anext__(self) -> RequestOutput:
+        number = next(self._tokens, None)
+        if number is None:
+            raise StopAsyncIteration
+        last = number == NUM_TOKENS - 1
+        return RequestOutput(
+            self.request_id,
+            0,
+            (97 + number % 26,),
+            finish_reason="length" if last else None,
+            time=self._now,
+            scheduled_time=self._now,
+        )
+
+
+@dataclass(frozen=True)
+class NoStats:
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 1
+    num_free_pages: int = 1
+    num_preemptions: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+    uptime_s: float = 0.0
+    last_step_ms: float = 0.0
+    host_gap: float = 0.0
+    busy_s: float = 0.0
+    device_idle_s: float = 0.0
+    step_times: TimeCounts = field(default_factory=lambda: TimeCounts((1.0,), (0, 0), 0.0))
+    device_kind: str = "none"
+
+
+class InstantEngine:
+    """Has every answer at once."""
+
+    model_config = ModelConfig(
+        vocab_size=EOS + 1, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
+        max_position_embeddings=4096, eos_token_ids=(EOS,),
+    )  # fmt: skip
+    max_model_len = 4096
+    device_kind = "none"
+    is_ready = True
+    failure: BaseException | None = None
+
+    def __init__(self) -> None:
+        self._ids = itertools.count()
+
+    def submit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> InstantStream:
+        del prompt_token_ids, sampling
+        return InstantStream(f"request-{next(self._ids)}")
+
+    def stats(self) -> NoStats:
+        return NoStats()
+
+    def start_draining(self) -> None: ...
+
+    async def wait_drained(self, timeout: float) -> bool:
+        del timeout
+        return True
+
+    def shutdown(self) -> None: ...
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    spare = iter(letter for letter in alphabet if ord(letter) > 255)
+    vocabulary = {chr(byte) if byte in printable else next(spare): byte for byte in range(256)}
+    backend = BackendTokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore
+    backend.add_special_tokens(["<|end|>"])
+    return Tokenizer(TokenizerFiles(backend.to_str(), TokenizerSettings(eos_token="<|end|>", eos_token_ids=(EOS,))))
+
+
+def serve(pipe: Connection, access_log: bool) -> None:
+    """The server's process. Sends its port when it listens."""
+    template = ChatTemplate(TEMPLATE, bos_token="", eos_token="<|end|>")
+    service = OpenAIService(InstantEngine(), byte_tokenizer(), template, "bench")
+    config = ServerConfig(access_log="text" if access_log else "none")
+    settings = uvicorn_config(create_app(service, config), config)
+    listener = bind("127.0.0.1", 0)
+    pipe.send(listener.getsockname()[1])
+    with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
+        runner.run(QuietServer(settings).serve(sockets=[listener]))
+
+
+async def stream(port: int, end: float, request: bytes) -> tuple[int, int]:
+    """One client: asks again and again on one connection. Returns chunks and requests."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    chunks = requests = 0
+    while time.monotonic() < end:
+        writer.write(request)
+        tail = b""
+        while not tail.endswith(b"\r\n0\r\n\r\n"):
+            data = await reader.read(2**16)
+            if not data:
+                raise ConnectionError("the server closed the connection")
+            chunks += data.count(b"data: ")
+            tail = (tail + data)[-7:]
+        requests += 1
+    writer.close()
+    await writer.wait_closed()
+    return chunks, requests
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time that a process has taken; Linux only."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(port: int, pid: int, arguments: argparse.Namespace) -> dict[str, float]:
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": "Tell me a story."}], "stream": True, "max_tokens": NUM_TOKENS}
+    ).encode()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    await stream(port, time.monotonic() + 1.0, request)  # warm
+    before, started, own = processor_seconds(pid), time.monotonic(), time.process_time()
+    end = started + arguments.seconds
+    counts = await asyncio.gather(*(stream(port, end, request) for _ in range(arguments.streams)))
+    wall = time.monotonic() - started
+    processor = processor_seconds(pid) - before
+    chunks, requests = (sum(numbers) for numbers in zip(*counts, strict=True))
+    return {
+        "streams": arguments.streams,
+        "chunks_per_second": round(chunks / wall),
+        "requests_per_second": round(requests / wall, 1),
+        "server_cores": round(processor / wall, 2),
+        "server_us_per_chunk": round(processor / chunks * 1e6, 1),
+        "client_us_per_chunk": round((time.process_time() - own) / chunks * 1e6, 1),
+        "chunks_per_server_core_second": round(chunks / processor),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Streamed chunks a second that the server side alone can carry.")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--access-log", action="store_true", help="with the server's access log as text")
+    arguments = parser.parse_args()
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=serve, args=(theirs, arguments.access_log), daemon=True)
+    process.start()
+    try:
+        port = ours.recv()
+        print(json.dumps(asyncio.run(measure(port, process.pid or 0, arguments))))
+    finally:
+        process.terminate()
+        process.join()
+
+
+if __name__ == "__main__":
+    main()
