@@ -22,9 +22,11 @@ PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 
 @pytest.mark.parametrize(
     "request_type",
-    [ChatCompletionRequest, CompletionRequest, StreamOptions, ResponsesRequest]
-    + [TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest],
-)
+    [
+        ChatCompletionRequest, CompletionRequest, StreamOptions, ResponsesRequest, TokenizeTextRequest,
+        TokenizeChatRequest, DetokenizeRequest,
+    ],
+)  # fmt: skip
 def test_fields_that_take_effect(request_type: type[BaseModel]) -> None:
     assert [field for field in request_type.model_fields if f"`{field}" not in PAGE] == []
 
