@@ -44,9 +44,7 @@ class GGUFFile:
         try:
             self._reader = gguf.GGUFReader(path)
         except Exception as error:  # the reader trusts the file: damage shows as an exception of any kind
-            raise CheckpointError(
-                f"{path} is no GGUF file or is damaged ({error_line(error)}): fetch the file again"
-            ) from error
+            raise CheckpointError(f"{path} is no GGUF file or is damaged: fetch the file again") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         size = path.stat().st_size
         for tensor in self._reader.tensors:
