@@ -404,6 +404,20 @@ def test_draining_finishes_what_runs_and_takes_no_more() -> None:
         assert len(received.tokens()) == 4
 
 
+def test_outputs_say_when_they_were_made() -> None:
+    received = Collected()
+    with engine() as client:
+        before = time.monotonic()
+        client.submit_with_callback(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True), received)
+        outputs = received.all()
+        after = time.monotonic()
+    times = [output.time for output in outputs]
+    assert before <= outputs[0].scheduled_time <= times[0]
+    assert times == sorted(times)
+    assert times[-1] <= after
+    assert {output.scheduled_time for output in outputs} == {outputs[0].scheduled_time}
+
+
 def test_stats_add_up() -> None:
     with engine(make_limits(seqs=2)) as client:
         received = [Collected() for _ in range(4)]
