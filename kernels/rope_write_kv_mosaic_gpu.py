@@ -96,6 +96,8 @@ def _heads_per_block(kv_heads: int, elements_per_head: int) -> int:
 def unsupported_reason(qkv: Array, k_pages: Array) -> str | None:
     """Why the kernel can't take these arrays, or None if it can."""
     tokens, _, width, head_dim = qkv.shape
+    if jax.__version_info__ >= (0, 12):
+        return f"jax {jax.__version__} wants stores of whole cache lines, which the kernel does not make; 0.11 does not"
     if qkv.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"{qkv.dtype=} is none of bfloat16, float16, float32"
     if k_pages.dtype not in (qkv.dtype, jnp.float8_e4m3fn):
