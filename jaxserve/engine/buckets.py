@@ -9,7 +9,7 @@ from jaxserve.engine.schedule import ScheduledBatch
 from jaxserve.models.sampling import SamplingMode
 
 _SMALLEST_PREFILL = 16
-_SMALLEST_PREFILL_OF_FEW = 32
+_SMALLEST_PREFILL_OF_FEW = 64
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Buckets:
 
     Attributes:
         decode_rows: of steps that only decode.
-        mixed_decode_rows: of steps that prefill as well; the first is 0, for an engine that is otherwise idle.
+        mixed_decode_rows: of steps that prefill as well; 0 is among them where programs are many, for an idle engine.
         prefill_tokens: of steps that prefill.
         prefill_rows: of steps that prefill; one size.
         sample_rows: rows of logits that sampling programs take; a forward pass pads its logits to one of these.
@@ -71,7 +71,7 @@ def make_buckets(
         few_programs: coarser steps between sizes, where compiling takes longer than padding costs (a CPU).
     """
     smallest_prefill = min(_SMALLEST_PREFILL_OF_FEW if few_programs else _SMALLEST_PREFILL, max_num_batched_tokens)
-    decode_rows = _growing(1, max_num_seqs, 2)
+    decode_rows = _growing(1, max_num_seqs, 4 if few_programs else 2)
     mixed_decode_rows = _mixed_decode_rows(max_num_seqs, few_programs)
     most_rows = max(max_num_seqs, mixed_decode_rows[-1] + max_prefill_rows)
     return Buckets(
@@ -89,7 +89,7 @@ def make_buckets(
 def _mixed_decode_rows(max_num_seqs: int, few_programs: bool) -> tuple[int, ...]:
     most = max_num_seqs - 1  # one slot at least prefills
     if few_programs:
-        return tuple(sorted({0, most}))
+        return (most,)
     # Multiples of eight: the prefill rows that follow must start where kernels may read from, at multiples of 256 bytes.
     return tuple(sorted({0, min(16, -(-most // 8) * 8), -(-most // 8) * 8}))
 
