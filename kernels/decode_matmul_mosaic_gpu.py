@@ -122,6 +122,8 @@ def unsupported_reason(x: Array, w: Array, out_dtype: jnp.dtype) -> str | None:
     """Why the kernel can't take x [rows, k] and w [k, parts, columns], or None if it can."""
     rows, k = x.shape
     columns = w.shape[2]
+    if jax.__version_info__ >= (0, 12):
+        return f"jax {jax.__version__} wants stores of whole cache lines, which the kernel does not make; 0.11 does not"
     if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
         return f"x is {x.dtype} and w {w.dtype}, both must be bfloat16"
     if out_dtype not in (jnp.bfloat16, jnp.float32):

@@ -49,8 +49,10 @@ class Answer(threading.Thread):
 def test_sigterm_lets_running_answers_end(tmp_path: Path) -> None:
     with fake_server(tmp_path) as server:
         url = server.wait_ready()
-        stream = Answer(url, stream=True)
         whole = Answer(url)
+        while httpx.get(f"{url}/load").json()["server_load"] == 0:
+            pass  # a request that arrives after the signal would rightly be refused
+        stream = Answer(url, stream=True)
         assert stream.first.wait(10)
         server.process.send_signal(signal.SIGTERM)
         while httpx.get(f"{url}/health").status_code == 200:
