@@ -208,8 +208,6 @@ class EngineClient:
 
     def _check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         vocab_size = self.model_config.vocab_size
-        if not prompt_token_ids:
-            raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
         biased = [token for token, _ in sampling.logit_bias]
         for name, ids in (
             ("prompt", prompt_token_ids),
@@ -221,13 +219,7 @@ class EngineClient:
                 raise RequestError(
                     f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}", parameter=name
                 )
-        if len(prompt_token_ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt_token_ids)} tokens, which leaves no room for an answer in the context of "
-                f"{self.max_model_len} tokens; shorten the prompt",
-                parameter="prompt",
-                code="context_length_exceeded",
-            )
+        self._scheduler.limits.check_prompt(len(prompt_token_ids))
 
     def _make_sequences(self, request: Request) -> tuple[sequences.Sequence, ...]:
         sampling = request.sampling

@@ -36,6 +36,20 @@ class SchedulerLimits:
         """Tokens (prompt + output) that one sequence may have: what the context and the whole pool allow."""
         return min(self.max_model_len, self.num_pages * self.page_size)
 
+    def check_prompt(self, num_tokens: int) -> None:
+        """Raises:
+        RequestError: if a prompt of this many tokens can never be served, whatever else leaves.
+        """
+        if not num_tokens:
+            raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
+        if num_tokens >= self.longest_sequence:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, which leaves no room for an answer in the context of "
+                f"{self.longest_sequence} tokens; shorten the prompt",
+                parameter="prompt",
+                code="context_length_exceeded",
+            )
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
@@ -75,16 +89,7 @@ class Scheduler:
         Raises:
             RequestError: if it can never be served, whatever else leaves.
         """
-        longest = self.limits.longest_sequence
-        if not sequence.token_ids:
-            raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
-        if len(sequence.token_ids) >= longest:
-            raise RequestError(
-                f"the prompt has {len(sequence.token_ids)} tokens, which leaves no room for an answer in the context of "
-                f"{longest} tokens; shorten the prompt",
-                parameter="prompt",
-                code="context_length_exceeded",
-            )
+        self.limits.check_prompt(len(sequence.token_ids))
         self.waiting.append(sequence)
         self._by_request.setdefault(sequence.request.request_id, []).append(sequence)
 
