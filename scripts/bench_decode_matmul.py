@@ -11,6 +11,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,10 @@ WEIGHT_BYTES = 400_000_000  # several times an H100's L2
 Multiply = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
-def time_call(multiply: Multiply, x: jax.Array, weights: list[jax.Array], residual: jax.Array | None) -> float:
-    """Median seconds of one call."""
+def compile_calls(
+    multiply: Multiply, x: jax.Array, weights: list[jax.Array], residual: jax.Array | None
+) -> list[jax.stages.Compiled]:
+    """One program for each of CALLS."""
 
     def run(calls: int, x: jax.Array, weights: list[jax.Array], residual: jax.Array | None) -> jax.Array:
         for i in range(calls):
@@ -43,9 +46,15 @@ def time_call(multiply: Multiply, x: jax.Array, weights: list[jax.Array], residu
             x = x + out[:, :1].astype(x.dtype) * jnp.asarray(1e-3, x.dtype)
         return x
 
+    return [jax.jit(functools.partial(run, calls)).lower(x, weights, residual).compile() for calls in CALLS]
+
+
+def time_call(
+    programs: list[jax.stages.Compiled], x: jax.Array, weights: list[jax.Array], residual: jax.Array | None
+) -> float:
+    """Median seconds of one call."""
     medians = []
-    for calls in CALLS:
-        program = jax.jit(functools.partial(run, calls)).lower(x, weights, residual).compile()
+    for program in programs:
         times = []
         for _ in range(REPETITIONS + 2):
             start = time.perf_counter()
@@ -101,8 +110,13 @@ def bench(name: str, rows: int, arguments: argparse.Namespace) -> None:
     for config in candidates(chosen, k, rows) if arguments.candidates else [chosen]:
         label = f"split {config.split}, stages {config.stages}" + (" (chosen)" if config == chosen else "")
         contenders[label] = multiply_with(config, is_swiglu=is_swiglu, out_dtype=out_dtype)
-    for label, multiply in contenders.items():
-        seconds = time_call(multiply, x, weights, residual)
+    with ThreadPoolExecutor() as pool:
+        compiling = {
+            label: pool.submit(compile_calls, multiply, x, weights, residual) for label, multiply in contenders.items()
+        }
+        programs = {label: future.result() for label, future in compiling.items()}
+    for label, compiled in programs.items():
+        seconds = time_call(compiled, x, weights, residual)
         print(
             f"{name:>8} {rows:>4} {label:>28} {seconds * 1e6:>8.1f} {weight_bytes / seconds / 1e12:>6.2f}", flush=True
         )

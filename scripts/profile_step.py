@@ -9,12 +9,17 @@ kernels comes from a trace of a few steps.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +32,7 @@ from jaxserve.engine.decode_state import empty_state
 from jaxserve.engine.device_batch import Bucket, Sizes, packed_size, views
 from jaxserve.engine.programs import ProgramFactory
 from jaxserve.engine.runner import zero_cache
+from jaxserve.models import linear, llama
 from jaxserve.models.params import init_params, param_specs
 from jaxserve.models.presets import preset_config
 from jaxserve.sharding.placement import named_shardings, replicated
@@ -87,6 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--num-pages", type=int, default=8192)
     parser.add_argument("--kernels", type=int, default=14)
+    parser.add_argument("--xla", default="", help="ops to run in plain XLA, such as decode_matmul,rope_write_kv")
     parser.add_argument("--output", default="/tmp/profile_step")
     options = parser.parse_args()
     config = preset_config(options.model)
@@ -104,8 +111,37 @@ def main() -> None:
         if part:
             tokens, _, rows = part.partition("+")
             buckets.append(Bucket(int(rows or 0), PREFILL_ROWS, int(tokens)))
-    for bucket in buckets:
-        cache = measure(options, config, factory, sizes, mesh, dtype, params, cache, bucket)
+    state = jax.device_put(empty_state(sizes), replicated(mesh))
+    with use_xla(options.xla.split(",") if options.xla else []), ThreadPoolExecutor() as pool:
+        compiling = [pool.submit(compile_forward, factory, params, cache, state, bucket) for bucket in buckets]
+        programs = [future.result() for future in compiling]
+    print(f"everything compiled after {time.perf_counter() - started:.1f} s", flush=True)
+    for bucket, forward in zip(buckets, programs, strict=True):
+        cache = measure(options, config, factory, sizes, mesh, dtype, params, cache, bucket, forward)
+
+
+@contextlib.contextmanager
+def use_xla(ops: list[str]) -> Iterator[None]:
+    """Has these ops of the model run in plain XLA, to show what their kernels bring."""
+    with contextlib.ExitStack() as stack:
+        for op in ops:
+            module = next(module for module in (llama, linear) if hasattr(module, op))
+            plain = partial(getattr(module, op), implementation="xla")
+            stack.enter_context(mock.patch.object(module, op, plain))
+        yield
+
+
+def compile_forward(factory: ProgramFactory, params: Any, cache: Any, state: Any, bucket: Bucket) -> Any:
+    packed = jax.ShapeDtypeStruct((packed_size(bucket, factory.sizes),), jnp.int32, sharding=replicated(factory.mesh))
+    started = time.perf_counter()
+    lowered = jax.jit(factory.forward(bucket, bucket.rows), donate_argnums=(1, 2)).lower(params, cache, state, packed)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    print(
+        f"{bucket}: traced {traced - started:.1f} s, compiled {time.perf_counter() - traced:.1f} s beside the others",
+        flush=True,
+    )
+    return compiled
 
 
 def measure(
@@ -118,6 +154,7 @@ def measure(
     params: Any,
     cache: Any,
     bucket: Bucket,
+    forward: Any,
 ) -> Any:
     place = replicated(mesh)
     pages_per_row = -(-(options.context + 64) // PAGE_SIZE)
@@ -129,11 +166,6 @@ def measure(
     )
     state = jax.device_put(state, place)
     packed = jax.device_put(packed_step(bucket, sizes, options.context), place)
-    started = time.perf_counter()
-    lowered = jax.jit(factory.forward(bucket, bucket.rows), donate_argnums=(1, 2)).lower(params, cache, state, packed)
-    traced = time.perf_counter()
-    forward = lowered.compile()
-    compiled = time.perf_counter()
     sample = jax.jit(factory.sample("greedy"), donate_argnums=(0,))
 
     def steps(count: int, cache: Any, state: Any) -> tuple[Any, Any]:
@@ -157,11 +189,7 @@ def measure(
         context=options.context,
         num_devices=1,
     )
-    print(
-        f"{bucket}: {min(times):.2f} ms a step (floor {floor or 0:.2f}), traced {traced - started:.1f} s, "
-        f"compiled {compiled - traced:.1f} s",
-        flush=True,
-    )
+    print(f"{bucket}: {min(times):.2f} ms a step (floor {floor or 0:.2f})", flush=True)
     if options.kernels:
         folder = f"{options.output}/{bucket.decode_rows}_{bucket.prefill_tokens}"
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,9 @@ from jaxserve.engine.device_batch import Bucket
 from jaxserve.engine.schedule import ScheduledBatch
 from jaxserve.models.sampling import SamplingMode
 
-_SMALLEST_PREFILL = 16
-_SMALLEST_PREFILL_OF_FEW = 64
+# Products of fewer tokens take no less time: reading the weights decides it.
+_SMALLEST_PREFILL = 64
+_SMALLEST_DECODE = 8  # above a single row, on a GPU: tensor cores take rows in eights
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Buckets:
 
     Attributes:
         decode_rows: of steps that only decode.
-        mixed_decode_rows: of steps that prefill as well; 0 is among them where programs are many, for an idle engine.
+        mixed_decode_rows: of steps that prefill as well.
         prefill_tokens: of steps that prefill.
         prefill_rows: of steps that prefill; one size.
         sample_rows: rows of logits that sampling programs take; a forward pass pads its logits to one of these.
@@ -65,13 +66,13 @@ class Buckets:
 def make_buckets(
     max_num_seqs: int, max_num_batched_tokens: int, max_prefill_rows: int, *, few_programs: bool
 ) -> Buckets:
-    """Powers of two up to each limit, and the limit itself.
+    """Powers of two up to each limit, and the limit itself: every size is a program that a start has to compile.
 
     Args:
         few_programs: coarser steps between sizes, where compiling takes longer than padding costs (a CPU).
     """
-    smallest_prefill = min(_SMALLEST_PREFILL_OF_FEW if few_programs else _SMALLEST_PREFILL, max_num_batched_tokens)
-    decode_rows = _growing(1, max_num_seqs, 4 if few_programs else 2)
+    smallest_prefill = min(_SMALLEST_PREFILL, max_num_batched_tokens)
+    decode_rows = _growing(1, max_num_seqs, 4) if few_programs else _decode_rows(max_num_seqs)
     mixed_decode_rows = _mixed_decode_rows(max_num_seqs, few_programs)
     most_rows = max(max_num_seqs, mixed_decode_rows[-1] + max_prefill_rows)
     return Buckets(
@@ -81,17 +82,21 @@ def make_buckets(
         prefill_rows=max_prefill_rows,
         sample_rows=tuple(sorted({1, most_rows}))
         if few_programs
-        else tuple(sorted({*decode_rows, max_prefill_rows, most_rows})),
+        else tuple(sorted({min(_SMALLEST_DECODE, most_rows), min(32, most_rows), most_rows})),
         sampling_modes=("greedy", "filtered", "full") if few_programs else ("greedy", "random", "filtered", "full"),
     )
 
 
+def _decode_rows(max_num_seqs: int) -> tuple[int, ...]:
+    return tuple(sorted({1, *_growing(min(_SMALLEST_DECODE, max_num_seqs), max_num_seqs, 2)}))
+
+
 def _mixed_decode_rows(max_num_seqs: int, few_programs: bool) -> tuple[int, ...]:
     most = max_num_seqs - 1  # one slot at least prefills
-    if few_programs:
+    if few_programs or most == 0:
         return (most,)
     # Multiples of eight: the prefill rows that follow must start where kernels may read from, at multiples of 256 bytes.
-    return tuple(sorted({0, min(16, -(-most // 8) * 8), -(-most // 8) * 8}))
+    return _growing(min(16, -(-most // 8) * 8), -(-most // 8) * 8, 2)
 
 
 def _growing(first: int, last: int, factor: int) -> tuple[int, ...]:

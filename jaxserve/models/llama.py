@@ -14,7 +14,8 @@ from jaxserve.kernels.prefill_attention import prefill_attention
 from jaxserve.kernels.rope_write_kv import rope_write_kv
 from jaxserve.models.batch import Batch
 from jaxserve.models.kv_cache import KVCache
-from jaxserve.models.layers import add_bias, embed, rms_norm, swiglu_mlp
+from jaxserve.models.layers import embed, rms_norm
+from jaxserve.models.linear import add_bias, column_parallel, head_scores, row_parallel, swiglu
 from jaxserve.models.params import LayerParams, LlamaParams
 from jaxserve.models.rope import RopeTables, inverse_frequencies, rope_tables
 from jaxserve.sharding.collectives import Collectives
@@ -60,11 +61,10 @@ def decoder_layer(
     collectives: Collectives,
 ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
     """One layer: attention, then the MLP, each added to the residual."""
-    attended, cache = _attention(layer, index, x, cache, batch, rope, config, collectives)
-    x = x + attended
+    x, cache = _attention(layer, index, x, cache, batch, rope, config, collectives)
     with jax.named_scope("mlp"):
-        normed = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-        return x + swiglu_mlp(normed, layer, collectives), cache
+        activated = swiglu(rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.w_gate_up, layer.b_gate_up)
+        return row_parallel(activated, layer.w_down, layer.b_down, x, collectives), cache
 
 
 def final_norm(
@@ -82,7 +82,7 @@ def logits(
         if params.lm_head is None:
             scores = jnp.einsum("rh,vh->rv", hidden, params.embedding, preferred_element_type=jnp.float32)
         else:
-            scores = jnp.einsum("rh,hv->rv", hidden, params.lm_head, preferred_element_type=jnp.float32)
+            scores = head_scores(hidden, params.lm_head)
         return collectives.all_gather_last(scores)
 
 
@@ -100,21 +100,18 @@ def _attention(
     _, kv_heads, width, head_dim = layer.wqkv.shape  # this device's KV heads; width is query heads a KV head + 2
     with jax.named_scope("qkv"):
         normed = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
-        qkv = (normed @ layer.wqkv.reshape(hidden, -1)).reshape(tokens, kv_heads, width, head_dim)
+        qkv = column_parallel(normed, layer.wqkv.reshape(hidden, -1), None)
+        qkv = qkv.reshape(tokens, kv_heads, width, head_dim)
         qkv = _norm_heads(add_bias(qkv, layer.bqkv), layer, config)
     with jax.named_scope("rope_write_kv"):
         places = batch.write_pages, batch.write_offsets
-        # Plain XLA until the Hopper kernel has been measured on a card: it has only run in an interpreter so far.
-        q, k_pages, v_pages = rope_write_kv(
-            qkv, cache.k_pages, cache.v_pages, index, *rope, *places, implementation="xla"
-        )
+        q, k_pages, v_pages = rope_write_kv(qkv, cache.k_pages, cache.v_pages, index, *rope, *places)
         cache = KVCache(k_pages=k_pages, v_pages=v_pages)
     with jax.named_scope("attention"):
         attended = _paged_attention(q, cache, index, batch, config)
     with jax.named_scope("output"):
         flat = attended.reshape(tokens, -1)  # [tokens, kv_heads * group * head_dim]
-        projected = collectives.all_reduce(flat @ layer.wo.reshape(-1, hidden))
-        return add_bias(projected, layer.bo), cache
+        return row_parallel(flat, layer.wo.reshape(-1, hidden), layer.bo, x, collectives), cache
 
 
 def _norm_heads(
