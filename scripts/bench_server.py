@@ -18,20 +18,14 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers import decoders, models, pre_tokenizers
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package and tests/, without installing
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # usable without installing the package
-
-from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings
-from jaxserve.config import ModelConfig, ServerConfig
+from jaxserve.config import ServerConfig
 from jaxserve.engine.request import RequestOutput
-from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.app import create_app
@@ -39,10 +33,9 @@ from jaxserve.server.connection import uvicorn_config
 from jaxserve.server.lifecycle import QuietServer
 from jaxserve.server.listener import bind
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.tokenizer import Tokenizer
+from tests.fakes import MODEL_CONFIG, FakeStats, byte_tokenizer
 
 NUM_TOKENS = 200
-EOS = 256
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -76,33 +69,10 @@ class InstantStream(AsyncIterator[RequestOutput]):
         )
 
 
-@dataclass(frozen=True)
-class NoStats:
-    num_running: int = 0
-    num_waiting: int = 0
-    num_pages: int = 1
-    num_free_pages: int = 1
-    num_preemptions: int = 0
-    num_steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    finished: Mapping[str, int] = field(default_factory=dict)
-    uptime_s: float = 0.0
-    last_step_ms: float = 0.0
-    host_gap: float = 0.0
-    busy_s: float = 0.0
-    device_idle_s: float = 0.0
-    step_times: TimeCounts = field(default_factory=lambda: TimeCounts((1.0,), (0, 0), 0.0))
-    device_kind: str = "none"
-
-
 class InstantEngine:
     """Has every answer at once."""
 
-    model_config = ModelConfig(
-        vocab_size=EOS + 1, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
-        max_position_embeddings=4096, eos_token_ids=(EOS,),
-    )  # fmt: skip
+    model_config = MODEL_CONFIG
     max_model_len = 4096
     device_kind = "none"
     is_ready = True
@@ -115,8 +85,8 @@ class InstantEngine:
         del prompt_token_ids, sampling
         return InstantStream(f"request-{next(self._ids)}")
 
-    def stats(self) -> NoStats:
-        return NoStats()
+    def stats(self) -> FakeStats:
+        return FakeStats(num_running=0, num_waiting=0)
 
     def start_draining(self) -> None: ...
 
@@ -127,22 +97,9 @@ class InstantEngine:
     def shutdown(self) -> None: ...
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token for each byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    spare = iter(letter for letter in alphabet if ord(letter) > 255)
-    vocabulary = {chr(byte) if byte in printable else next(spare): byte for byte in range(256)}
-    backend = BackendTokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
-    backend.decoder = decoders.ByteLevel()  # pyright: ignore
-    backend.add_special_tokens(["<|end|>"])
-    return Tokenizer(TokenizerFiles(backend.to_str(), TokenizerSettings(eos_token="<|end|>", eos_token_ids=(EOS,))))
-
-
 def serve(pipe: Connection, access_log: bool) -> None:
     """The server's process. Sends its port when it listens."""
-    template = ChatTemplate(TEMPLATE, bos_token="", eos_token="<|end|>")
+    template = ChatTemplate(TEMPLATE, bos_token="", eos_token="<|im_end|>")
     service = OpenAIService(InstantEngine(), byte_tokenizer(), template, "bench")
     config = ServerConfig(access_log="text" if access_log else "none")
     settings = uvicorn_config(create_app(service, config), config)
