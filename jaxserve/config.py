@@ -185,6 +185,7 @@ class ServerConfig:
         shutdown_timeout: seconds that running answers get after SIGTERM.
         stalled_client_timeout: seconds after which a client that takes nothing of its answer is cut off.
         restart_engine: whether a failed engine is built anew; otherwise the process ends.
+        otlp_traces_endpoint: URL that OpenTelemetry spans are sent to, one for each request; None: none are made.
         access_log: one line for each answer.
         log_requests: log what each request asks for, without a word of what it says.
         log_requests_content: log all of each request, prompts included.
@@ -204,6 +205,7 @@ class ServerConfig:
     stalled_client_timeout: float = 60.0
     restart_engine: bool = False
     max_body_bytes: int = 16 * 1024 * 1024
+    otlp_traces_endpoint: str | None = None
     access_log: AccessLog = "text"
     log_requests: bool = False
     log_requests_content: bool = False
@@ -226,6 +228,12 @@ class ServerConfig:
             raise ValueError(f"stalled_client_timeout={self.stalled_client_timeout} must be positive")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes={self.max_body_bytes} must be at least 1")
+        if self.otlp_traces_endpoint is not None and not re.fullmatch(
+            r"https?://[^/\s]+\S*", self.otlp_traces_endpoint
+        ):
+            raise ValueError(
+                f"otlp_traces_endpoint={self.otlp_traces_endpoint!r} must be a URL like 'http://localhost:4318/v1/traces'"
+            )
         if self.access_log not in ("json", "text", "none"):
             raise ValueError(f"access_log={self.access_log!r} must be json, text or none")
         if self.log_requests_content and not self.log_requests:

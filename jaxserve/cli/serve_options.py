@@ -75,6 +75,13 @@ StalledClientTimeout = Annotated[
 RestartEngine = Annotated[
     bool, typer.Option("--restart-engine", help="Build a failed engine anew, in place of ending the process.")
 ]
+OtlpTracesEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Where OpenTelemetry spans go, as OTLP over HTTP; needs the extra otel. Unset: none are made.",
+    ),
+]
 AccessLogForm = Annotated[
     Literal["json", "text", "none"], typer.Option(help="A line on stdout for each answer, with its request's id.")
 ]

@@ -17,7 +17,7 @@ class CourseTimer:
 
     def __init__(self, observer: RequestObserver) -> None:
         self._observer = observer
-        self._arrival = time.monotonic()
+        self._arrival = observer.arrival
         self._scheduled: float | None = None
         self._first_token: float | None = None
         self._last_token: dict[int, float] = {}

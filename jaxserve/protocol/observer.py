@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,7 +17,7 @@ class RequestCourse:
         outcomes: one for each choice.
         cached_tokens: of the prompt's tokens, those whose KV pages were there already.
         total: arrival to end.
-        queued: arrival to the first step that computed something for it; None if there was none.
+        queued: arrival of the request to the first step that computed something for it; None if there was none.
         prefill: from there to the first token; None if none came.
         decode: first token to last; None if none came.
     """
@@ -32,7 +33,12 @@ class RequestCourse:
 
 
 class RequestObserver(Protocol):
-    """Is told of one prompt's course, on the event loop. Times are seconds, as the engine took them."""
+    """Is told of the course of one request's prompts, on the event loop. Times are seconds, as the engine took them."""
+
+    @property
+    def arrival(self) -> float:
+        """`time.monotonic()` seconds when the request had been received; validation and tokenizing come after it."""
+        ...
 
     def first_token(self, since_arrival: float) -> None: ...
     def next_tokens(self, since_previous: float, count: int) -> None:
@@ -45,7 +51,10 @@ class RequestObserver(Protocol):
 
 
 class NoObserver:
-    """Counts nothing."""
+    """Counts nothing. The request arrives when this is made."""
+
+    def __init__(self) -> None:
+        self.arrival = time.monotonic()
 
     def first_token(self, since_arrival: float) -> None:
         del since_arrival

@@ -16,14 +16,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.config import ServerConfig
-from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
+from jaxserve.protocol.observer import RequestObserver
+from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request, parse_json
 from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest
 from jaxserve.protocol.responses import ResponseModel
 from jaxserve.protocol.responses_api_requests import ResponsesRequest, parse_responses_request
 from jaxserve.protocol.service import ChunkStream, OpenAIService
 from jaxserve.protocol.tokenize_requests import parse_detokenize_request, parse_tokenize_request
 from jaxserve.server.access_log import AccessLogMiddleware
-from jaxserve.server.body import read_json
+from jaxserve.server.body import read_body
 from jaxserve.server.errors import EXCEPTION_HANDLERS, json_response
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.middleware import (
@@ -33,19 +34,21 @@ from jaxserve.server.middleware import (
     RootPathMiddleware,
     ServerLoad,
 )
+from jaxserve.server.observed_request import ObservedRequest
 from jaxserve.server.openapi import openapi_document
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.slot import ServiceSlot
 from jaxserve.server.streaming import EventStreamResponse, until_disconnected
+from jaxserve.server.traces import RequestSpan, TraceMiddleware, Tracer
 
 RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest, ResponsesRequest)
 
 
-def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig) -> Starlette:
+def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig, tracer: Tracer | None = None) -> Starlette:
     """The application that serves `service`, or whatever comes to be in the slot.
 
     It answers OpenAI's routes, and beside them /tokenize, /detokenize, /health, /metrics, /stats, /load, /version and
-    /openapi.json.
+    /openapi.json. The tracer, if there is one, stays the caller's to close.
     """
     slot = service if isinstance(service, ServiceSlot) else ServiceSlot(service)
     load = ServerLoad()
@@ -66,14 +69,14 @@ def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig) -> St
             Route("/load", routes.load, methods=["GET"]),
             Route("/openapi.json", routes.openapi, methods=["GET"]),
         ],
-        middleware=_middleware(config, load),
+        middleware=_middleware(config, load, tracer),
         exception_handlers=EXCEPTION_HANDLERS,  # type: ignore[arg-type]
     )
     app.router.redirect_slashes = False  # a redirect is no error object, and clients drop the body of a redirected POST
     return app
 
 
-def _middleware(config: ServerConfig, load: ServerLoad) -> list[Middleware]:
+def _middleware(config: ServerConfig, load: ServerLoad, tracer: Tracer | None) -> list[Middleware]:
     """What a request passes, outermost first."""
     layers: list[Middleware] = []
     if config.root_path:
@@ -96,6 +99,8 @@ def _middleware(config: ServerConfig, load: ServerLoad) -> list[Middleware]:
     layers.append(Middleware(RequestContextMiddleware))
     layers.append(Middleware(ApiKeyMiddleware, api_keys=config.api_keys))
     layers.append(Middleware(LoadMiddleware, load=load))
+    if tracer is not None:
+        layers.append(Middleware(TraceMiddleware, tracer=tracer))
     return layers
 
 
@@ -119,25 +124,29 @@ class _Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         service = self._slot.for_work()
-        return await self._answer(request, parse_chat_request, service.chat_completion, service.chat_completion_stream)
+        return await self._answer(
+            request, service, parse_chat_request, service.chat_completion, service.chat_completion_stream
+        )
 
     async def completions(self, request: Request) -> Response:
         service = self._slot.for_work()
-        return await self._answer(request, parse_completion_request, service.completion, service.completion_stream)
+        return await self._answer(
+            request, service, parse_completion_request, service.completion, service.completion_stream
+        )
 
     async def responses(self, request: Request) -> Response:
         service = self._slot.for_work()
-        return await self._answer(request, parse_responses_request, service.response, service.response_stream)
+        return await self._answer(request, service, parse_responses_request, service.response, service.response_stream)
 
     async def tokenize(self, request: Request) -> Response:
         service = self._slot.loaded()
-        parsed = parse_tokenize_request(await read_json(request, self._config.max_body_bytes))
+        parsed = parse_tokenize_request(await self._read_json(request))
         result = await until_disconnected(request.receive, service.tokenize(parsed))
         return Response(result.to_json(), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         service = self._slot.loaded()
-        parsed = parse_detokenize_request(await read_json(request, self._config.max_body_bytes))
+        parsed = parse_detokenize_request(await self._read_json(request))
         result = await until_disconnected(request.receive, service.detokenize(parsed))
         return Response(result.to_json(), media_type="application/json")
 
@@ -165,18 +174,27 @@ class _Routes:
     async def openapi(self, request: Request) -> Response:
         return json_response(openapi_document(self._config, version()))
 
+    async def _read_json(self, request: Request) -> dict[str, Any]:
+        return parse_json(await read_body(request, self._config.max_body_bytes))
+
     async def _answer(
         self,
         request: Request,
+        service: OpenAIService,
         parse: Callable[[Mapping[str, Any]], RequestT],
-        whole: Callable[[RequestT, Metrics], Coroutine[Any, Any, ResponseModel]],
-        streamed: Callable[[RequestT, Metrics], Coroutine[Any, Any, ChunkStream[Any]]],
+        whole: Callable[[RequestT, RequestObserver], Coroutine[Any, Any, ResponseModel]],
+        streamed: Callable[[RequestT, RequestObserver], Coroutine[Any, Any, ChunkStream[Any]]],
     ) -> Response:
-        body = await read_json(request, self._config.max_body_bytes)
+        raw = await read_body(request, self._config.max_body_bytes)
+        span: RequestSpan | None = request.scope["state"].get("span")
+        observer = ObservedRequest(self._metrics, span)
+        body = parse_json(raw)
         parsed = parse(body)
+        if span is not None:
+            span.set_request(parsed, service.model_name)
         if self._log is not None:
             self._log.log(request.scope["state"]["request_id"], request.url.path, body)
         if parsed.stream:
-            return EventStreamResponse(await until_disconnected(request.receive, streamed(parsed, self._metrics)))
-        result = await until_disconnected(request.receive, whole(parsed, self._metrics))
+            return EventStreamResponse(await until_disconnected(request.receive, streamed(parsed, observer)))
+        result = await until_disconnected(request.receive, whole(parsed, observer))
         return Response(result.to_json(), media_type="application/json")

@@ -1,30 +1,27 @@
-"""Reading a request's body: as JSON, bounded in size."""
+"""Reading a request's body: declared as JSON, bounded in size."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from starlette.requests import Request
 
 from jaxserve.protocol.errors import BadRequestError, RequestTooLargeError
-from jaxserve.protocol.parsing import parse_json
 from jaxserve.server.errors import ClientDisconnectedError
 
 
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body, parsed.
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body, whole.
 
     Raises:
         RequestTooLargeError: it is longer than `max_bytes`; no more than that is kept. The connection stays open: uvicorn
             throws away what still comes, while closing would reset it before the client has read why.
-        BadRequestError: it is no JSON object, or is not declared as JSON (which keeps web pages of other origins from
-            sending one without asking first).
+        BadRequestError: it is not declared as JSON, which keeps web pages of other origins from sending one without
+            asking first.
         ClientDisconnectedError: the client went away before it had sent all.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise BadRequestError(f"send the header `Content-Type: application/json`, not {content_type[:60] or 'none'!r}")
-    return parse_json(await _read(request, max_bytes))
+    return await _read(request, max_bytes)
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

@@ -18,11 +18,12 @@ import uvicorn
 
 from jaxserve.config import ServerConfig
 from jaxserve.protocol.service import OpenAIService
-from jaxserve.server.app import create_app
+from jaxserve.server.app import create_app, version
 from jaxserve.server.connection import uvicorn_config
 from jaxserve.server.listener import listener, shown_address
 from jaxserve.server.slot import ServiceSlot
 from jaxserve.server.thread_call import ThreadCall
+from jaxserve.server.traces import tracer_for
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ EXIT_CUT_SHORT = 3  # the shutdown timeout ran out, and answers were ended with 
 
 _POLL_SECONDS = 0.2  # how soon a failure of the engine is noticed
 _STOP_SECONDS = 10.0  # what the engine gets to end its current step
+_TRACE_SECONDS = 3.0  # what the last traces get to be sent in
 _MAX_RESTARTS = 5  # within the window, with --restart-engine; then the fault is not one that passes
 _FAILURE_WINDOW_SECONDS = 600.0
 _FLUSH_SECONDS = 2.0  # what error events get to reach their clients
@@ -54,7 +56,7 @@ def run(load: Callable[[], OpenAIService], config: ServerConfig) -> int:
         The exit code. While it loads, probes are answered with 503; a second signal ends the process at once.
 
     Raises:
-        RuntimeError: it cannot listen on the address, or use the TLS files.
+        RuntimeError: it cannot listen on the address, use the TLS files, or keep traces.
         Exception: whatever `load` raised.
     """
     with listener(config) as bound:
@@ -77,7 +79,8 @@ class _Process:
         self._config = config
         self._listener = bound
         self._slot = ServiceSlot()
-        self.uvicorn_config = uvicorn_config(create_app(self._slot, config), config)
+        self._tracer = tracer_for(config.otlp_traces_endpoint, version())
+        self.uvicorn_config = uvicorn_config(create_app(self._slot, config, self._tracer), config)
         self._server = QuietServer(self.uvicorn_config)
         self._load = load
         self._calls: list[ThreadCall[Any]] = []
@@ -86,7 +89,7 @@ class _Process:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a thread still loads, or waits for an engine that does not stop."""
+        """Whether a thread still loads, or waits for an engine or a collector of traces that does not answer."""
         return any(call.is_alive() for call in self._calls)
 
     async def serve(self) -> int:
@@ -101,7 +104,9 @@ class _Process:
             self._server.should_exit = True
             await serving
             if self._slot.service is not None:
-                await self._call_in_time(self._slot.service.close)
+                await self._call_in_time(self._slot.service.close, "the engine does not stop", _STOP_SECONDS)
+            if self._tracer is not None:
+                await self._call_in_time(self._tracer.close, "the last traces are not sent", _TRACE_SECONDS)
 
     async def _load_and_watch(self) -> int:
         stopped = asyncio.create_task(self._stop.wait())
@@ -150,7 +155,7 @@ class _Process:
         """Lets go of the failed engine and of all that it has on the device, so that there is room for the next."""
         service = self._slot.loaded()
         self._slot.empty()
-        await self._call_in_time(service.close)
+        await self._call_in_time(service.close, "the engine does not stop", _STOP_SECONDS)
         if service.engine.failure is not None:
             traceback.clear_frames(service.engine.failure.__traceback__)  # they hold the device's arrays
         del service
@@ -167,7 +172,7 @@ class _Process:
         if drained and await self._finish_responses(max(deadline - asyncio.get_running_loop().time(), 0.1)):
             return EXIT_FAILED if service.engine.failure is not None else EXIT_OK
         logger.warning("shutdown timeout of %g s is over: ending the answers that still run", timeout)
-        await self._call_in_time(service.engine.shutdown)
+        await self._call_in_time(service.engine.shutdown, "the engine does not stop", _STOP_SECONDS)
         await self._finish_responses(_FLUSH_SECONDS)
         return EXIT_CUT_SHORT
 
@@ -176,12 +181,12 @@ class _Process:
         self._calls.append(call)
         return call
 
-    async def _call_in_time(self, work: Callable[[], object]) -> None:
-        """Calls it in a thread, since it may wait for a device that never answers; goes on without it after a while."""
+    async def _call_in_time(self, work: Callable[[], object], complaint: str, seconds: float) -> None:
+        """Calls it in a thread, since it may wait for what never answers; complains and goes on after a while."""
         call = self._call(work)
-        done, _ = await asyncio.wait({call.result}, timeout=_STOP_SECONDS)
+        done, _ = await asyncio.wait({call.result}, timeout=seconds)
         if not done:
-            logger.error("the engine does not stop within %g s; going on without it", _STOP_SECONDS)
+            logger.error("%s within %g s; going on without it", complaint, seconds)
             call.result.cancel()
         else:
             call.result.result()

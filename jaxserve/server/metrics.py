@@ -40,7 +40,7 @@ _TOKEN_COUNT_BUCKETS = tuple(2**power for power in range(18))
 
 
 class Metrics:
-    """Counts and times requests (it is a `RequestObserver`), and reads the rest off the engine when it is scraped.
+    """Counts and times requests (see `ObservedRequest`), and reads the rest off the engine when it is scraped.
 
     Each app has a registry of its own: two apps in one process do not add up.
     """

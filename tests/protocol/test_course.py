@@ -12,7 +12,8 @@ from jaxserve.protocol.observer import Outcome, RequestCourse
 
 
 class Recorder:
-    def __init__(self) -> None:
+    def __init__(self, arrival: float) -> None:
+        self.arrival = arrival
         self.first: list[float] = []
         self.next: list[tuple[float, int]] = []
         self.courses: list[RequestCourse] = []
@@ -29,8 +30,8 @@ class Recorder:
 
 def run(outputs: list[tuple[int, tuple[int, ...], float]], outcomes: list[Outcome]) -> Recorder:
     """Outputs as (choice, tokens, seconds since arrival), scheduled 10 s after arrival."""
-    recorder = Recorder()
     start = time.monotonic()
+    recorder = Recorder(arrival=start)
     timer = CourseTimer(recorder)
     for index, tokens, at in outputs:
         timer.take(RequestOutput("request-0", index, tokens, time=start + at, scheduled_time=start + 10))
@@ -59,3 +60,14 @@ def test_an_aborted_request_ends_when_it_is_aborted() -> None:
 def test_a_request_without_tokens_has_no_times_of_running() -> None:
     course = run([], ["error"]).courses[0]
     assert course.queued is course.prefill is course.decode is None
+
+
+def test_times_start_when_the_request_had_been_received_not_when_it_was_queued() -> None:
+    recorder = Recorder(arrival=time.monotonic() - 100)
+    timer = CourseTimer(recorder)
+    now = time.monotonic()
+    timer.take(RequestOutput("request-0", 0, (1,), time=now + 2, scheduled_time=now + 1))
+    timer.finish(["stop"], prompt_tokens=1, completion_tokens=1, cached_tokens=0)
+    assert recorder.first == [pytest.approx(102, abs=0.5)]
+    assert recorder.courses[0].queued == pytest.approx(101, abs=0.5)
+    assert recorder.courses[0].total == pytest.approx(102, abs=0.5)

@@ -1,0 +1,29 @@
+"""One request for an answer, from its arrival on: counted in the metrics and, where traces are kept, told to its span."""
+
+from __future__ import annotations
+
+import time
+
+from jaxserve.protocol.observer import RequestCourse
+from jaxserve.server.metrics import Metrics
+from jaxserve.server.traces import RequestSpan
+
+
+class ObservedRequest:
+    """A `RequestObserver`. Made when the request has been received.
+
+    Args:
+        span: None: no traces are kept.
+    """
+
+    def __init__(self, metrics: Metrics, span: RequestSpan | None) -> None:
+        self.arrival = time.monotonic()
+        self._span = span
+        self.first_token = metrics.first_token
+        self.next_tokens = metrics.next_tokens
+        self._finished = metrics.finished
+
+    def finished(self, course: RequestCourse) -> None:
+        self._finished(course)
+        if self._span is not None:
+            self._span.add_course(course)
