@@ -123,6 +123,7 @@ class EngineConfig:
         max_num_queued_requests: requests that may wait; one more is refused.
         max_num_queued_tokens: prompt tokens that may wait to be computed; a request that brings more is refused, unless
             none wait. None: any number.
+        enable_prefix_caching: prompts that begin alike share what is computed of them, as long as memory keeps it.
         load_format: "auto": weights from the checkpoint; "dummy": seeded random weights of a named architecture, for
             benchmarks.
     """
@@ -139,6 +140,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     max_num_queued_requests: int = 1024
     max_num_queued_tokens: int | None = None
+    enable_prefix_caching: bool = True
     load_format: LoadFormat = "auto"
 
     def __post_init__(self) -> None:

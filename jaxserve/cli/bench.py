@@ -9,7 +9,7 @@ import typer
 
 from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
-from jaxserve.cli.options import DTypeName, Verbose
+from jaxserve.cli.options import DTypeName, PrefixCaching, Verbose
 from jaxserve.cli.progress import progress_on
 from jaxserve.config import EngineConfig
 
@@ -28,6 +28,7 @@ def bench(
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of device memory to use.")] = 0.9,
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
     dtype: DTypeName = "auto",
+    enable_prefix_caching: PrefixCaching = False,
     output: Annotated[Path | None, typer.Option(help="JSON file for every figure.")] = None,
     verbose: Verbose = 0,
 ) -> None:
@@ -41,6 +42,7 @@ def bench(
             gpu_memory_utilization=gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
+            enable_prefix_caching=enable_prefix_caching,
             load_format="dummy",
         )
         _measure(model, config, workload, _parse_list(concurrency), num_requests, temperature, output)

@@ -34,6 +34,13 @@ PageSize = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens that a KV 
 NumPages = Annotated[
     int | None, typer.Option(metavar="COUNT", help="KV pages, in place of the number planned from free memory.")
 ]
+PrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Share what is computed of prompts that begin alike.",
+    ),
+]
 DeviceName = Annotated[Literal["auto", "cpu", "gpu"], typer.Option(help="Where the model runs.")]
 Verbose = Annotated[
     int,

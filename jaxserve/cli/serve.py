@@ -16,6 +16,7 @@ from jaxserve.cli.options import (
     Model,
     NumPages,
     PageSize,
+    PrefixCaching,
     Verbose,
 )
 from jaxserve.cli.progress import progress_on
@@ -49,6 +50,7 @@ def serve(
     dtype: DTypeName = "auto",
     page_size: PageSize = _ENGINE.page_size,
     num_pages: NumPages = None,
+    enable_prefix_caching: PrefixCaching = _ENGINE.enable_prefix_caching,
     device: DeviceName = "auto",
     max_body_bytes: options.MaxBodyBytes = _SERVER.max_body_bytes,
     shutdown_timeout: options.ShutdownTimeout = _SERVER.shutdown_timeout,
@@ -70,6 +72,7 @@ def serve(
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=page_size,
             num_pages=num_pages,
+            enable_prefix_caching=enable_prefix_caching,
             gpu_memory_utilization=gpu_memory_utilization,
             dtype=dtype,
             seed=seed,

@@ -122,7 +122,7 @@ def build_engine(
             dtype=dtype.name,  # pyright: ignore[reportArgumentType] - one of DType's names
         ),
         model_config=model_config,
-        scheduler=Scheduler(limits),
+        scheduler=Scheduler(limits, prefix_caching=config.enable_prefix_caching),
         runner=runner,
         device_kind=mesh.devices.flat[0].device_kind,
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
+from jaxserve.engine.prefix_cache import CacheDomain
 from jaxserve.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -17,12 +21,23 @@ class Request:
     Attributes:
         request_id: the engine's own id, unique among live requests (never a client's).
         arrival_time: `time.monotonic()` seconds at submission.
+        cache_salt: only requests with the same salt share KV pages; None: those without one do.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_time: float
+    cache_salt: str | None = None
+
+    @cached_property
+    def prompt_bytes(self) -> bytes:
+        """The prompt's token ids, four bytes each; all choices cut their pages' keys out of it."""
+        return token_bytes(self.prompt_token_ids)
+
+    @cached_property
+    def cache_domain(self) -> CacheDomain:
+        return CacheDomain(salt=self.cache_salt)
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,7 @@ class RequestOutput:
         token_ids: the new ones only. A stop token that ended the choice is included as the last one.
         finish_reason: None while the choice goes on. "stop": an end-of-text or stop token; "length": max_tokens or context.
         stop_token_id: the token that ended it, if one did.
+        num_cached_tokens: prompt tokens whose keys and values were there when the choice was first admitted.
         error: message, with finish_reason "error".
         logprobs: of each of `token_ids`, if asked for.
         prompt_logprobs: of each prompt token, if asked for; the first is None, for nothing stands before it. Comes once,
@@ -67,6 +83,11 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     time: float = 0.0
     scheduled_time: float = 0.0
+
+
+def token_bytes(token_ids: Tokens[int]) -> bytes:
+    """Token ids as int32, one after the other: a key that is equal exactly when they are."""
+    return array("i", token_ids).tobytes()
 
 
 class RequestError(ValueError):

@@ -7,7 +7,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from jaxserve.engine.logprobs import take_prompt_logprobs, token_logprobs
-from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.page_pool import PagePool
+from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import FinishReason, RequestError, RequestOutput
 from jaxserve.engine.schedule import DecodeRow, LogprobRows, PrefillChunk, SampledTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence, SequenceStatus
@@ -62,13 +63,14 @@ class Scheduler:
     does not fit alone, so that something always advances.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, *, prefix_caching: bool = True) -> None:
         self.limits = limits
-        self.pages = PageAllocator(limits.num_pages)
+        self.pages = PagePool(limits.num_pages, limits.page_size, caching=prefix_caching)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of admission
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[str] = Counter()
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -133,6 +135,8 @@ class Scheduler:
     def _append(self, sequence: Sequence, token: int, logprobs: LogprobRows | None, row: int) -> RequestOutput:
         sequence.token_ids.append(token)
         self.num_generation_tokens += 1
+        if len(sequence.token_ids) >= sequence.next_full_page:
+            self.pages.keep_full_pages(sequence)
         reason: FinishReason | None = None
         stop_token: int | None = None
         if token in sequence.stop_token_ids:
@@ -149,6 +153,7 @@ class Scheduler:
             (token,),
             finish_reason=reason,
             stop_token_id=stop_token,
+            num_cached_tokens=sequence.num_cached_tokens,
             logprobs=None if wanted is None or logprobs is None else (token_logprobs(token, logprobs, row, wanted),),
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first and sequence.prompt_logprobs else None,
             time=time.monotonic(),
@@ -182,15 +187,20 @@ class Scheduler:
                 budget -= self._add_chunk(sequence, budget, chunks)
         while self.waiting and budget > 0 and self._free_slots and len(chunks) < self.limits.max_prefill_rows:
             sequence = self.waiting[0]
-            if sequence.num_in_flight or not self._has_room_for(sequence):
+            if sequence.num_in_flight:
+                break
+            matched = self.pages.match(sequence)
+            if not self._has_room_for(sequence, matched):
                 break  # first come, first served: nobody overtakes
             self.waiting.popleft()
-            self._admit(sequence)
+            self._admit(sequence, matched)
             budget -= self._add_chunk(sequence, budget, chunks)
         return chunks
 
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
         """Appends the next chunk of a running sequence, and returns its tokens (0: no page to be had in this step)."""
+        if sequence.num_computed == len(sequence.pages) * self.limits.page_size:
+            self._take_cached(sequence, self.pages.match(sequence))  # what others have computed meanwhile
         start = sequence.num_computed
         length = min(budget, len(sequence.token_ids) - start)
         missing = self.limits.pages_for(start + length) - len(sequence.pages)
@@ -216,11 +226,20 @@ class Scheduler:
         sequence.num_computed = end
         sequence.num_in_flight += samples
         sequence.is_decoding = samples
+        self.pages.keep_full_pages(sequence)
         return length
 
-    def _has_room_for(self, sequence: Sequence) -> bool:
+    def _take_cached(self, sequence: Sequence, matched: list[PageNode]) -> None:
+        """Lets a sequence go on with pages that hold its next tokens already."""
+        before = sequence.num_computed
+        self.pages.take(sequence, matched)
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens += sequence.num_computed - before
+            self.num_cached_tokens += sequence.num_computed - before
+
+    def _has_room_for(self, sequence: Sequence, matched: list[PageNode]) -> bool:
         """Whether all its known tokens fit, with one page to grow for each running sequence and itself."""
-        needed = self.limits.pages_for(len(sequence.token_ids) + 1)
+        needed = self.pages.num_missing(matched, len(sequence.token_ids) + 1)
         reserve = sum(1 for other in self.running if not other.is_complete_when_fetched)
         promised = sum(
             max(0, self.limits.pages_for(len(other.token_ids)) - len(other.pages))
@@ -231,10 +250,10 @@ class Scheduler:
             return needed <= self.pages.num_free
         return needed + reserve + promised <= self.pages.num_free
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _admit(self, sequence: Sequence, matched: list[PageNode]) -> None:
         sequence.slot = self._free_slots.pop()
         sequence.status = SequenceStatus.RUNNING
-        sequence.num_computed = 0
+        self._take_cached(sequence, matched)
         if sequence.num_preemptions == 0:
             self.num_prompt_tokens += sequence.num_prompt_tokens
             sequence.scheduled_time = time.monotonic()
@@ -289,8 +308,7 @@ class Scheduler:
             self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
-        self.pages.free(sequence.pages)
-        sequence.pages = []
+        self.pages.give_back(sequence)
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1

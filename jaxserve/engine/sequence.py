@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import FinishReason, Request, TokenLogprobs
 
 
@@ -26,6 +27,10 @@ class Sequence:
         is_decoding: whether its slot on the device holds its last token, so that it goes on by decode rows; else its known
             tokens go through prefill chunks.
         pages: its KV pages, in order.
+        nodes: what the prefix tree has for its full pages, in order; a page of its own differs where another sequence
+            computed the same tokens at the same time.
+        next_full_page: known tokens at which its next page is full and joins the tree.
+        num_cached_tokens: prompt tokens that were found in the tree when it was first admitted.
         prompt_logprobs: what is known of the prompt's log probabilities, if they were asked for.
         slot: its row in the device's decode state, -1 without one.
     """
@@ -40,6 +45,9 @@ class Sequence:
     num_in_flight: int = 0
     is_decoding: bool = False
     pages: list[int] = field(default_factory=list)
+    nodes: list[PageNode] = field(default_factory=list)
+    next_full_page: int = 1 << 62
+    num_cached_tokens: int = 0
     slot: int = -1
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None

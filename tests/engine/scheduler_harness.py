@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Sequence as Tokens
 from typing import Any
 
-from jaxserve.engine.request import FinishReason, Request, RequestOutput
+from jaxserve.engine.request import FinishReason, Request, RequestOutput, token_bytes
 from jaxserve.engine.schedule import ScheduledBatch
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine.sequence import Sequence, SequenceStatus
@@ -28,12 +30,19 @@ def make_limits(
     )
 
 
+def own_pages(sequence: Sequence) -> list[int]:
+    """Pages that are not the tree's."""
+    shared = {node.page for node in sequence.nodes}
+    return [page for page in sequence.pages if page not in shared]
+
+
 class Harness:
     """One scheduler with its runner. Step N + 1 is launched before the tokens of step N are taken in."""
 
-    def __init__(self, limits: SchedulerLimits | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits | None = None, *, caching: bool = True) -> None:
         self.limits = limits or make_limits()
-        self.scheduler = Scheduler(self.limits)
+        self.caching = caching
+        self.scheduler = Scheduler(self.limits, prefix_caching=caching)
         self.runner = FakeRunner(self.limits)
         self.sequences: dict[Key, Sequence] = {}
         self.outputs: dict[Key, list[int]] = {}
@@ -50,12 +59,14 @@ class Harness:
         index: int = 0,
         seed: int = 0,
         stop: Tokens[int] = (),
+        salt: str | None = None,
     ) -> Key:
-        """Queues a request; a number as the prompt stands for that many tokens."""
+        """Queues a request; a number as the prompt stands for that many tokens that begin no other request's prompt."""
         name = f"request-{len(self.sequences)}" if request_id is None else request_id
-        tokens = tuple((7 * i + len(name)) % 32 for i in range(prompt)) if isinstance(prompt, int) else tuple(prompt)
+        first = zlib.crc32(name.encode()) % 997
+        tokens = tuple(range(first, first + prompt)) if isinstance(prompt, int) else tuple(prompt)
         sequence = Sequence(
-            request=Request(name, tokens, SamplingParams(), arrival_time=0.0),
+            request=Request(name, tokens, SamplingParams(), arrival_time=0.0, cache_salt=salt),
             index=index,
             seed=seed,
             stop_token_ids=frozenset(stop),
@@ -126,16 +137,31 @@ class Harness:
             assert len(chunk.pages) * limits.page_size >= chunk.start + len(chunk.token_ids)
 
     def check(self) -> None:
-        """Pages and slots have one owner each, and none is lost."""
-        pages = [page for sequence in self.sequences.values() for page in sequence.pages]
+        """A slot has one owner, a page several only where it is full and of the tree, and none is lost."""
+        held = Counter(node for sequence in self.sequences.values() for node in sequence.nodes)
+        assert all(node.holders == count for node, count in held.items()), "a page of the tree has other holders"
+        own = [page for sequence in self.sequences.values() for page in own_pages(sequence)]
+        pages = [*own, *(node.page for node in held)]
         assert len(pages) == len(set(pages)), "a page has two owners"
         assert len(pages) + self.scheduler.pages.num_free == self.limits.num_pages, "pages were lost"
+        for sequence in self.sequences.values():
+            self.check_nodes(sequence)
         slots = [sequence.slot for sequence in self.sequences.values() if sequence.slot >= 0]
         assert len(slots) == len(set(slots)), "a slot has two owners"
         assert len(self.scheduler.running) <= self.limits.max_num_seqs
         for sequence in self.scheduler.running:
             assert sequence.status is SequenceStatus.RUNNING
             assert sequence.slot >= 0
+
+    def check_nodes(self, sequence: Sequence) -> None:
+        """What the tree has for a sequence is its own tokens, and its full pages are all there."""
+        size = self.limits.page_size
+        for index, node in enumerate(sequence.nodes):
+            assert node.key == token_bytes(sequence.token_ids[index * size : (index + 1) * size])
+            assert node.parent is (sequence.nodes[index - 1] if index else None)
+        if sequence.status is SequenceStatus.RUNNING and self.caching:
+            full = min(sequence.num_computed, len(sequence.token_ids)) // size
+            assert len(sequence.nodes) in (full, full - 1)  # the last token may have come before its step was launched
 
     def check_done(self) -> None:
         """Every request has ended; those that were not aborted gave their solo tokens; nothing is held."""

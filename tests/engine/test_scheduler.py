@@ -200,10 +200,10 @@ def test_the_last_token_may_be_in_flight_at_preemption() -> None:
     """The victim's token ends it while it waits to start over: it never runs again."""
     harness = Harness(make_limits(pages=5, seqs=2))
     harness.add(4, max_tokens=12)
-    victim = harness.add(4, max_tokens=12)
+    victim = harness.add(4, max_tokens=12, seed=1)
     probe = Harness(harness.limits)
     probe.add(4, max_tokens=12)
-    probed = probe.add(4, max_tokens=12)
+    probed = probe.add(4, max_tokens=12, seed=1)
     probe.step_until(lambda: probe.sequences[probed].num_preemptions > 0)
     last = probe.outputs[probed][-1]  # came in after the preemption
     assert probe.outputs[probed].count(last) == 1

@@ -1,0 +1,132 @@
+"""The KV pages of the scheduler: which sequence has which, which are free, and which are kept for prompts to come."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Tokens
+
+from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.prefix_cache import PageNode, PrefixCache
+from jaxserve.engine.request import token_bytes
+from jaxserve.engine.sequence import Sequence
+
+_TOKEN_BYTES = array("i").itemsize
+_NEVER = 1 << 62
+
+
+class PagePool:
+    """Gives sequences pages, and keeps full ones in a prefix tree after their sequence has gone, while nobody needs them.
+
+    A page joins the tree as soon as the step that fills it is decided. That is early enough to share it in the same step:
+    steps run in the order of their launch, and in every layer all tokens of a step are written before any is attended to.
+
+    Args:
+        caching: False: pages are never shared nor kept.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, caching: bool = True) -> None:
+        self.num_pages = num_pages
+        self._page_size = page_size
+        self._allocator = PageAllocator(num_pages)
+        self._tree = PrefixCache()
+        self._caching = caching
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be had: free ones, and those of the tree that no sequence has."""
+        return self._allocator.num_free + self._tree.num_idle
+
+    @property
+    def num_cached(self) -> int:
+        """Pages in the tree, in use or not."""
+        return self._tree.num_pages
+
+    def match(self, sequence: Sequence) -> list[PageNode]:
+        """Pages of the tree that go on where a sequence's own end, all but its last known token at most: that is computed.
+
+        They are not held yet. None for a sequence whose prompt's log probabilities are wanted: those come of computing it.
+        """
+        if not self._caching or sequence.wants_prompt_logprobs:
+            return []
+        domain, nodes = sequence.request.cache_domain, sequence.nodes
+        parent = nodes[-1] if nodes else None
+        found: list[PageNode] = []
+        for index in range(len(nodes), (len(sequence.token_ids) - 1) // self._page_size):
+            parent = self._tree.find(domain, parent, self._key(sequence, index))
+            if parent is None:
+                break
+            found.append(parent)
+        return found
+
+    def num_missing(self, matched: list[PageNode], num_tokens: int) -> int:
+        """By how many `num_free` would fall if a new sequence took `matched` and grew to `num_tokens`."""
+        idle = sum(1 for node in matched if not node.holders)
+        return -(-num_tokens // self._page_size) - len(matched) + idle
+
+    def take(self, sequence: Sequence, matched: list[PageNode]) -> None:
+        """Gives a sequence pages that `match` found for it: their tokens need not be computed."""
+        for node in matched:
+            self._tree.hold(node)
+            sequence.nodes.append(node)
+            sequence.pages.append(node.page)
+        sequence.num_computed += len(matched) * self._page_size
+        self._expect_full_page(sequence)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages, or None (and nothing taken) if fewer can be had."""
+        missing = count - self._allocator.num_free
+        if missing > self._tree.num_idle:
+            return None
+        if missing > 0:
+            self._allocator.free(self._tree.evict() for _ in range(missing))
+        return self._allocator.allocate(count)
+
+    def keep_full_pages(self, sequence: Sequence) -> None:
+        """Puts the pages of a running sequence into the tree that are full by now, with tokens that the host knows."""
+        if not self._caching:
+            return
+        domain, nodes = sequence.request.cache_domain, sequence.nodes
+        full = min(sequence.num_computed, len(sequence.token_ids)) // self._page_size
+        for index in range(len(nodes), full):
+            parent = nodes[-1] if nodes else None
+            # If the tokens are in the tree already, the sequence goes on with its own page, and holds that one beside it.
+            nodes.append(
+                self._tree.insert(domain, parent, self._key(sequence, index), sequence.pages[index], depth=index)
+            )
+        self._expect_full_page(sequence)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Takes all pages of a sequence; those in the tree stay there until they are needed."""
+        nodes, pages = sequence.nodes, sequence.pages
+        for node in reversed(nodes):
+            self._tree.release(node)
+        self._allocator.free(pages[len(nodes) :])
+        self._allocator.free(page for node, page in zip(nodes, pages, strict=False) if node.page != page)
+        sequence.nodes, sequence.pages, sequence.next_full_page = [], [], _NEVER
+
+    def flush(self) -> int:
+        """Forgets every page of the tree that no sequence has; returns how many."""
+        count = self._tree.num_idle
+        self._allocator.free(self._tree.evict() for _ in range(count))
+        return count
+
+    def pin(self, prompt_token_ids: Tokens[int]) -> None:
+        """Keeps the full pages of a prompt (without a salt) for as long as anything else can be evicted."""
+        size = self._page_size
+        self._tree.pin(
+            tuple(
+                token_bytes(prompt_token_ids[start : start + size])
+                for start in range(0, len(prompt_token_ids) - size + 1, size)
+            )
+        )
+
+    def _key(self, sequence: Sequence, index: int) -> bytes:
+        """The token ids of a full page."""
+        end = (index + 1) * self._page_size
+        if end <= sequence.num_prompt_tokens:
+            width = self._page_size * _TOKEN_BYTES
+            return sequence.request.prompt_bytes[index * width : (index + 1) * width]
+        return token_bytes(sequence.token_ids[end - self._page_size : end])
+
+    def _expect_full_page(self, sequence: Sequence) -> None:
+        sequence.next_full_page = (len(sequence.nodes) + 1) * self._page_size if self._caching else _NEVER
