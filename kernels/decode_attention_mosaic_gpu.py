@@ -147,10 +147,12 @@ def _fetch(problem: Problem, worker, pair, inputs, smem, barriers):
         def _():
             plgpu.barrier_wait(barriers["q_consumed"].at[slot])
 
+        # What lies past the group reads as zero.
         plgpu.copy_gmem_to_smem(
-            inputs["q"].at[segment.row, segment.head],
+            inputs["q"].at[segment.row, segment.head, pl.ds(0, problem.padded_group)],
             smem["q"].at[pair, _query_rows(problem, index, problem.padded_group)],
             barriers["q"].at[slot],
+            oob_mode=plgpu.OOBFillMode.ZEROS,
         )
         plgpu.barrier_wait(barriers["table"].at[pair])
         return lax.fori_loop(0, segment.count, functools.partial(fetch_block, segment), step), index + 1
@@ -423,10 +425,13 @@ def decode_attention_mosaic_gpu(
     )  # fmt: skip
     plan = make_plan(page_table, kv_lens, kv_heads, page_size, window, config)
     queries = q.astype(problem.dtype).reshape(batch, kv_heads, problem.group, head_dim)
+    if problem.group > 8:
+        # The copy engine fills up fewer rows than a tile has, but not the last of several tiles.
+        queries = jnp.pad(queries, ((0, 0), (0, 0), (0, problem.padded_group - problem.group), (0, 0)))
     out, parts, lses = _attention_kernel(
         problem,
         {
-            "q": jnp.pad(queries, ((0, 0), (0, 0), (0, problem.padded_group - problem.group), (0, 0))),
+            "q": queries,
             "k": k_pages,
             "v": v_pages,
             "layer": layer[None],

@@ -108,6 +108,7 @@ CASES = {
     "one query head a KV head": Case(group=1),
     "three query heads a KV head": Case(group=3),
     "eight query heads a KV head": Case(group=8),
+    "twelve query heads a KV head": Case(group=12),
     "head_dim 96": Case(head_dim=96),
     "head_dim 128": Case(head_dim=128, kv_lens=(1, 300)),
     "head_dim 256": Case(head_dim=256, kv_lens=(1, 100)),
