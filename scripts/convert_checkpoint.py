@@ -9,8 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # usable without installing the package
 
-from jaxserve.checkpoint.convert import DTYPES, convert
+from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.open_model import DTYPES
 from jaxserve.progress import NoProgress
 
 

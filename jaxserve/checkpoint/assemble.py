@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.families import TensorNames
+from jaxserve.checkpoint.pieces import EMBEDDING_PIECE, HEAD_PIECE, piece_names
+from jaxserve.checkpoint.tensor_names import TensorNames
 from jaxserve.checkpoint.tensor_source import TensorSource
 from jaxserve.config import ModelConfig
-from jaxserve.models.params import LayerParams, LlamaParams
 
 logger = logging.getLogger(__name__)
+
+_BLOCK_ROWS, _BLOCK_COLUMNS = 512, 64
+_MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
 class Assembler:
-    """Reads one model. `checked` makes one; then `params` gives the arrays.
+    """Reads one model, a piece at a time. `checked` makes one; then `piece` gives the arrays.
 
     Attributes:
         config: as asked, but for `tie_word_embeddings`, which says what the file really holds.
-        total_bytes: of all tensors that will be read.
+        expected: every tensor that will be read, with its shape.
     """
 
     source: TensorSource
     names: TensorNames
     config: ModelConfig
     dtype: np.dtype | None
-    total_bytes: int
+    expected: Mapping[str, tuple[int, ...]]
 
     @staticmethod
     def checked(
@@ -47,6 +53,10 @@ class Assembler:
             CheckpointError: if a tensor is missing, has another shape, or is none of this architecture's.
         """
         present = set(source.names())
+        if config.num_layers > len(present):  # before a list of them is made: a number in a header costs nothing
+            raise CheckpointError(
+                f"{where}: the config says {config.num_layers} layers, but there are {len(present)} tensors in all"
+            )
         config = _settle_head(source, names, config, where, present)
         expected = expected_shapes(names, config)
         for name, shape in expected.items():
@@ -56,6 +66,7 @@ class Assembler:
                 raise CheckpointError(
                     f"{where}: tensor {name!r} has shape {source.shape(name)}, but its config says {shape}"
                 )
+            source.dtype(name)  # raises for one that cannot be read
         ignored = (*names.ignored, names.lm_head)
         strangers = sorted(name for name in present - set(expected) if not name.endswith(ignored))
         if strangers:
@@ -63,70 +74,106 @@ class Assembler:
             raise CheckpointError(
                 f"{where}: tensors {strangers[:3]}{more} are not part of this architecture, and cannot just be dropped"
             )
-        total = sum(source.dtype(name).itemsize * int(np.prod(shape)) for name, shape in expected.items())
-        return Assembler(source, names, config, dtype, total)
+        return Assembler(source, names, config, dtype, expected)
 
-    def params(self, advance: Callable[[int], None]) -> LlamaParams:
-        """All arrays, as NumPy. `advance` is told the bytes that were read."""
-        layers = tuple(self._layer(layer, advance) for layer in range(self.config.num_layers))
-        head = None
-        if not self.config.tie_word_embeddings:
-            head = self._weight(self.names.lm_head, advance, lambda head: head.T)
-        return LlamaParams(
-            embedding=self._weight(self.names.embedding, advance),
-            layers=layers,
-            final_norm=self._norm(self.names.final_norm, advance),
-            lm_head=head,
-        )
+    def source_bytes(self) -> int:
+        """Of all tensors that will be read, in the dtypes in which they are read."""
+        return sum(self._bytes_of(name) for name in self.expected)
 
-    def _layer(self, layer: int, advance: Callable[[int], None]) -> LayerParams:
+    def stored_bytes(self) -> int:
+        """Of all arrays that will be given: what they take on the disk if nothing else happens to them."""
+        if self.dtype is None:
+            return self.source_bytes()
+        return sum(math.prod(shape) * self.dtype.itemsize for shape in self.expected.values())
+
+    def piece_bytes(self, piece: str) -> int:
+        """Of all tensors that `piece` reads."""
+        if piece == EMBEDDING_PIECE:
+            names = [self.names.embedding]
+        elif piece == HEAD_PIECE:
+            names = [name for name in (self.names.final_norm, self.names.lm_head) if name in self.expected]
+        else:
+            prefix = self.names.layer.format(layer=self._layer_number(piece))
+            names = [name for name in self.expected if name.startswith(prefix)]
+        return sum(self._bytes_of(name) for name in names)
+
+    def piece(self, piece: str, advance: Callable[[int], None]) -> dict[str, np.ndarray]:
+        """The arrays of one of `piece_names(config)`, by their names within it.
+
+        Args:
+            advance: is told the bytes that were read.
+        """
+        if piece == EMBEDDING_PIECE:
+            return {"embedding": self._weight(self.names.embedding, advance)}
+        if piece == HEAD_PIECE:
+            arrays = {"final_norm": self._read(self.names.final_norm, advance)}
+            if not self.config.tie_word_embeddings:
+                arrays["lm_head"] = transposed(self._weight(self.names.lm_head, advance))
+            return arrays
+        return self._layer(self._layer_number(piece), advance)
+
+    def _layer_number(self, piece: str) -> int:
+        return piece_names(self.config).index(piece) - 1
+
+    def _layer(self, layer: int, advance: Callable[[int], None]) -> dict[str, np.ndarray]:
         config, name = self.config, self.names.in_layer
-        kv_heads, group, head_dim = config.num_kv_heads, config.group_size, config.head_dim
+        hidden, kv_heads, group, head_dim = (
+            config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim,
+        )  # fmt: skip
 
         def fuse_qkv(part: str) -> np.ndarray:
-            pieces = [self._read(name(layer, module, part), advance) for module in ("q", "k", "v")]
+            pieces = self._parts(layer, ("q", "k", "v"), part, advance)
             by_head = [piece.reshape(kv_heads, -1, head_dim, *piece.shape[1:]) for piece in pieces]
-            return self._cast(_concatenate(by_head, axis=1))  # [kv_heads, group + 2, head_dim, ...]
+            return _concatenate(by_head, axis=1, dtype=self.dtype)  # [kv_heads, group + 2, head_dim, ...]
 
         def stack_gate_up(part: str) -> np.ndarray:
-            pieces = [self._read(name(layer, module, part), advance) for module in ("gate", "up")]
-            return self._cast(_concatenate([piece[None] for piece in pieces], axis=0))  # [2, ffn, ...]
+            pieces = self._parts(layer, ("gate", "up"), part, advance)
+            return _concatenate([piece[None] for piece in pieces], axis=0, dtype=self.dtype)  # [2, ffn, ...]
 
-        return LayerParams(
-            attention_norm=self._norm(name(layer, "attention_norm"), advance),
-            wqkv=_contiguous(fuse_qkv("weight").transpose(3, 0, 1, 2)),
-            bqkv=fuse_qkv("bias") if config.attention_bias else None,
-            q_norm=self._norm(name(layer, "q_norm"), advance) if config.qk_norm else None,
-            k_norm=self._norm(name(layer, "k_norm"), advance) if config.qk_norm else None,
-            wo=self._weight(
-                name(layer, "o"), advance, lambda wo: wo.T.reshape(kv_heads, group, head_dim, config.hidden_size)
-            ),
-            bo=self._weight(name(layer, "o", "bias"), advance) if config.attention_output_bias else None,
-            mlp_norm=self._norm(name(layer, "mlp_norm"), advance),
-            w_gate_up=_contiguous(stack_gate_up("weight").transpose(2, 0, 1)),
-            b_gate_up=stack_gate_up("bias") if config.mlp_bias else None,
-            w_down=self._weight(name(layer, "down"), advance, lambda down: down.T),
-            b_down=self._weight(name(layer, "down", "bias"), advance) if config.mlp_bias else None,
-        )
+        arrays = {
+            "attention_norm": self._read(name(layer, "attention_norm"), advance),
+            "wqkv": transposed(fuse_qkv("weight").reshape(-1, hidden)).reshape(hidden, kv_heads, group + 2, head_dim),
+            "wo": transposed(self._weight(name(layer, "o"), advance)).reshape(kv_heads, group, head_dim, hidden),
+            "mlp_norm": self._read(name(layer, "mlp_norm"), advance),
+            "w_gate_up": transposed(stack_gate_up("weight").reshape(-1, hidden)).reshape(hidden, 2, -1),
+            "w_down": transposed(self._weight(name(layer, "down"), advance)),
+        }
+        if config.attention_bias:
+            arrays["bqkv"] = fuse_qkv("bias")
+        if config.attention_output_bias:
+            arrays["bo"] = self._weight(name(layer, "o", "bias"), advance)
+        if config.mlp_bias:
+            arrays |= {
+                "b_gate_up": stack_gate_up("bias"),
+                "b_down": self._weight(name(layer, "down", "bias"), advance),
+            }
+        if config.qk_norm:
+            arrays |= {norm: self._read(name(layer, norm), advance) for norm in ("q_norm", "k_norm")}
+        return arrays
 
-    def _weight(
-        self,
-        name: str,
-        advance: Callable[[int], None],
-        arrange: Callable[[np.ndarray], np.ndarray] = lambda values: values,
-    ) -> np.ndarray:
-        return _contiguous(arrange(self._cast(self._read(name, advance))))
+    def _parts(
+        self, layer: int, modules: tuple[str, ...], part: str, advance: Callable[[int], None]
+    ) -> list[np.ndarray]:
+        """Tensors of modules with one input, whether they lie apart or in one tensor."""
+        fused = self.names.fused(modules)
+        if fused is None:
+            return [self._read(self.names.in_layer(layer, module, part), advance) for module in modules]
+        config = self.config
+        q, kv, ffn = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+        rows = self._read(self.names.in_layer(layer, fused, part), advance)
+        return np.split(rows, [q, q + kv] if modules[0] == "q" else [ffn])
 
-    def _norm(self, name: str, advance: Callable[[int], None]) -> np.ndarray:
-        return _contiguous(self._read(name, advance))
+    def _weight(self, name: str, advance: Callable[[int], None]) -> np.ndarray:
+        values = self._read(name, advance)
+        return values if self.dtype is None else values.astype(self.dtype, copy=False)
 
     def _read(self, name: str, advance: Callable[[int], None]) -> np.ndarray:
         values = self.source.read(name)
-        advance(self.source.dtype(name).itemsize * values.size)
+        advance(self._bytes_of(name))
         return values
 
-    def _cast(self, values: np.ndarray) -> np.ndarray:
-        return values if self.dtype is None else values.astype(self.dtype, copy=False)
+    def _bytes_of(self, name: str) -> int:
+        return self.source.dtype(name).itemsize * math.prod(self.expected[name])
 
 
 def expected_shapes(names: TensorNames, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -136,15 +183,17 @@ def expected_shapes(names: TensorNames, config: ModelConfig) -> dict[str, tuple[
     shapes: dict[str, tuple[int, ...]] = {names.embedding: (config.vocab_size, hidden), names.final_norm: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[names.lm_head] = (config.vocab_size, hidden)
-    matrices = {
-        "q": (q_size, hidden), "k": (kv_size, hidden), "v": (kv_size, hidden), "o": (hidden, q_size),
-        "gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn),
-    }  # fmt: skip
-    has_bias = {
-        **dict.fromkeys(("q", "k", "v"), config.attention_bias),
-        "o": config.attention_output_bias,
-        **dict.fromkeys(("gate", "up", "down"), config.mlp_bias),
-    }
+    matrices: dict[str, tuple[int, ...]] = {}
+    has_bias = {"o": config.attention_output_bias, "down": config.mlp_bias}
+    for modules, rows, with_bias in (
+        (("q", "k", "v"), (q_size, kv_size, kv_size), config.attention_bias),
+        (("gate", "up"), (ffn, ffn), config.mlp_bias),
+    ):
+        fused = names.fused(modules)
+        sizes = dict(zip(modules, rows, strict=True)) if fused is None else {fused: sum(rows)}
+        matrices |= {module: (size, hidden) for module, size in sizes.items()}
+        has_bias |= dict.fromkeys(sizes, with_bias)
+    matrices |= {"o": (hidden, q_size), "down": (hidden, ffn)}
     for layer in range(config.num_layers):
         for module, shape in matrices.items():
             shapes[names.in_layer(layer, module)] = shape
@@ -171,13 +220,30 @@ def _settle_head(
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
-def _concatenate(pieces: list[np.ndarray], axis: int) -> np.ndarray:
-    """In the dtype that holds every piece without loss."""
-    dtype = pieces[0].dtype
-    for piece in pieces[1:]:
-        dtype = np.promote_types(dtype, piece.dtype)
+def _concatenate(pieces: list[np.ndarray], axis: int, dtype: np.dtype | None) -> np.ndarray:
+    """In `dtype`; None: in the one that holds every piece without loss."""
+    if dtype is None:
+        dtype = pieces[0].dtype
+        for piece in pieces[1:]:
+            dtype = np.promote_types(dtype, piece.dtype)
     return np.concatenate([piece.astype(dtype, copy=False) for piece in pieces], axis=axis)
 
 
-def _contiguous(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values)
+def transposed(matrix: np.ndarray) -> np.ndarray:
+    """The transpose of a matrix, in row-major order.
+
+    In blocks that fit a cache, several at once: an array that is read along one axis and written along the other is slow.
+    """
+    source = matrix.T
+    copy = np.empty(source.shape, source.dtype)
+
+    def copy_rows(start: int) -> None:
+        rows = slice(start, start + _BLOCK_ROWS)
+        for column in range(0, source.shape[1], _BLOCK_COLUMNS):
+            columns = slice(column, column + _BLOCK_COLUMNS)
+            copy[rows, columns] = source[rows, columns]
+
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        for _ in threads.map(copy_rows, range(0, source.shape[0], _BLOCK_ROWS)):
+            pass
+    return copy

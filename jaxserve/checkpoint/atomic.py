@@ -29,11 +29,11 @@ def made_aside(destination: Path) -> Iterator[Path]:
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
             yield aside
-            _flush(aside)
+            flush(aside)
             if destination.is_dir() or (aside.is_dir() and destination.exists()):
                 raise FileExistsError(errno.EEXIST, "is there already", str(destination))
             aside.rename(destination)
-            _flush_folder(destination.parent)
+            flush_folder(destination.parent)
         except OSError as error:
             if isinstance(error, FileExistsError) or error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise FileExistsError(errno.EEXIST, "is there already", str(destination)) from error
@@ -76,15 +76,15 @@ def disk_message(error: OSError, path: Path) -> str:
     return f"cannot write {path}: {error_line(error)}"
 
 
-def _flush(path: Path) -> None:
-    """To the disk, before the rename that makes it count."""
+def flush(path: Path) -> None:
+    """A file, or all of a folder, to the disk: before the rename that makes it count."""
     if not path.is_dir():
         _flush_file(path)
         return
     for folder, _, files in os.walk(path):
         for name in files:
             _flush_file(Path(folder, name))
-        _flush_folder(Path(folder))
+        flush_folder(Path(folder))
 
 
 def _flush_file(path: Path) -> None:
@@ -92,7 +92,8 @@ def _flush_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _flush_folder(path: Path) -> None:
+def flush_folder(path: Path) -> None:
+    """A folder's list of names, to the disk."""
     if os.name != "posix":  # elsewhere a folder cannot be opened
         return
     descriptor = os.open(path, os.O_RDONLY)

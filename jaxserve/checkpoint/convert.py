@@ -1,130 +1,86 @@
-"""From a Hugging Face folder or a GGUF file to a folder with Orbax weights, config, tokenizer and manifest."""
+"""From a model in any format to a folder with Orbax weights, config, tokenizer and manifest: one piece at a time."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
+import jax
 import numpy as np
 
-from jaxserve.checkpoint.assemble import Assembler
-from jaxserve.checkpoint.atomic import made_aside, require_space
+from jaxserve.checkpoint.atomic import require_space
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.families import GGUF, HUGGING_FACE
-from jaxserve.checkpoint.gguf_config import eos_token_ids_from_gguf, model_config_from_gguf
-from jaxserve.checkpoint.gguf_source import GGUFFile
-from jaxserve.checkpoint.hf_config import model_config_from_hf
 from jaxserve.checkpoint.manifest import (
+    FORMAT_VERSION,
+    ORIGINAL_FOLDER,
     TOKENIZER_FOLDER,
-    WEIGHTS_FOLDER,
+    ArrayInfo,
     Manifest,
-    file_sizes,
-    is_converted,
     sha256_of_file,
     write_manifest,
 )
-from jaxserve.checkpoint.orbax_weights import count_bytes, save_weights
-from jaxserve.checkpoint.safetensors_source import SafetensorsSource, checked_file, weight_files
-from jaxserve.checkpoint.tensor_source import BFLOAT16
-from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, read_json, write_tokenizer
-from jaxserve.checkpoint.tokenizer_read import eos_token_ids_from_configs, read_gguf_tokenizer, read_hf_tokenizer
+from jaxserve.checkpoint.open_model import open_model
+from jaxserve.checkpoint.opened_model import OpenModel
+from jaxserve.checkpoint.orbax_weights import save_piece
+from jaxserve.checkpoint.pieces import by_piece, path_names, piece_names
+from jaxserve.checkpoint.tokenizer_files import write_tokenizer
+from jaxserve.checkpoint.unfinished import UnfinishedFolder, unfinished_folder
+from jaxserve.config import ModelConfig
+from jaxserve.models.params import param_specs
 from jaxserve.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-DTYPES: dict[str, np.dtype | None] = {
-    "auto": None,
-    "float32": np.dtype(np.float32),
-    "bfloat16": BFLOAT16,
-    "float16": np.dtype(np.float16),
-}
 _PACKAGES = ("jaxserve", "jax", "orbax-checkpoint", "numpy", "gguf", "safetensors", "tokenizers")
 
 
-@dataclass(frozen=True)
-class OpenModel:
-    """A model in its own format, its headers read and checked against its config.
+class WeightStep(Protocol):
+    """What happens to each array between its assembly and the disk: quantization."""
 
-    Attributes:
-        files: all that it is made of, the weights first.
-        tokenizer: None where there is none.
-    """
+    @property
+    def name(self) -> str:
+        """For the manifest, and to tell an unfinished conversion with another step."""
+        ...
 
-    assembler: Assembler
-    tokenizer: TokenizerFiles | None
-    files: tuple[Path, ...]
-    source: str
-    name: str
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """Of the model as it will be stored, whose `param_specs` declare what `apply` gives."""
+        ...
 
+    def apply(self, name: str, values: np.ndarray) -> Any:
+        """What is stored in place of an array: an array, or a pytree of arrays such as a `QuantizedWeight`.
 
-@contextlib.contextmanager
-def open_model(path: Path, dtype: str = "auto") -> Iterator[OpenModel]:
-    """Open a Hugging Face folder or a GGUF file and check all that can be told without reading the weights.
-
-    Args:
-        dtype: of the arrays it will give, but for the norms; "auto": as the file has them (quantized: float32).
-
-    Raises:
-        CheckpointError: if it is neither, or incomplete, damaged or not supported.
-    """
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{dtype=} must be one of {', '.join(DTYPES)}")
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
-    if is_converted(path):
-        raise CheckpointError(f"{path} is a converted checkpoint already")
-    if path.is_file():
-        with GGUFFile(path) as file:
-            yield _open_gguf(file, DTYPES[dtype])
-    elif (path / "config.json").exists():
-        config = read_json(checked_file(path, "config.json"))
-        tokenizer = read_hf_tokenizer(path)
-        settings = tokenizer.settings if tokenizer else None
-        model_config = model_config_from_hf(
-            config,
-            eos_token_ids=settings.eos_token_ids if settings else eos_token_ids_from_configs(path),
-            bos_token_id=settings.bos_token_id if settings else config.get("bos_token_id"),
-            where=str(path / "config.json"),
-        )
-        with SafetensorsSource(path) as source:
-            assembler = Assembler.checked(source, HUGGING_FACE, model_config, DTYPES[dtype], str(path))
-            yield OpenModel(assembler, tokenizer, _hf_files(path), "huggingface", path.resolve().name)
-    else:
-        raise CheckpointError(
-            f"{path} is no model: it has neither config.json (Hugging Face) nor jaxserve.json (converted)"
-        )
-
-
-def _open_gguf(file: GGUFFile, dtype: np.dtype | None) -> OpenModel:
-    tokenizer = read_gguf_tokenizer(file)
-    model_config = model_config_from_gguf(
-        file,
-        eos_token_ids=tokenizer.settings.eos_token_ids if tokenizer else eos_token_ids_from_gguf(file),
-        bos_token_id=tokenizer.settings.bos_token_id if tokenizer else None,
-    )
-    assembler = Assembler.checked(file, GGUF, model_config, dtype, str(file.path))
-    return OpenModel(assembler, tokenizer, (file.path,), "gguf", file.path.stem)
-
-
-def _hf_files(folder: Path) -> tuple[Path, ...]:
-    names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    return (*weight_files(folder), *(folder / name for name in names if (folder / name).exists()))
+        Args:
+            name: of the array within its piece: a field of `LayerParams` or `LlamaParams`.
+        """
+        ...
 
 
 def convert(
-    source: str | Path, destination: str | Path, *, dtype: str = "auto", progress: Progress, name: str | None = None
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: str = "auto",
+    progress: Progress,
+    name: str | None = None,
+    resume: bool = False,
+    step: WeightStep | None = None,
 ) -> Path:
     """Convert a model into a folder that `load_checkpoint` reads. The folder is whole, or not there.
 
+    Holds one piece (the embedding, a layer, the head) in memory at a time.
+
     Args:
-        source: a Hugging Face folder or a GGUF file.
+        source: a Hugging Face folder, a folder in Meta's layout, or a GGUF file.
         destination: the folder to make; it must not exist.
         dtype: of the weights, but for the norms; "auto": as the source has them (quantized weights: float32).
         name: of the model, for the manifest; None: the source's.
+        resume: go on with what an earlier run, killed or failed, has finished, and leave what this one finishes if it
+            fails.
+        step: quantization; None: none.
 
     Returns:
         The destination.
@@ -135,45 +91,81 @@ def convert(
     source, destination = Path(source), Path(destination)
     if destination.exists() or destination.is_symlink():
         raise CheckpointError(f"{destination} exists: remove it or choose another folder")
-    with contextlib.ExitStack() as stack:
-        with progress.task("Reading headers", None, "B"):
-            model = stack.enter_context(open_model(source, dtype))
+    with open_model(source, dtype) as model:
+        if model.ignored:
+            logger.warning("%s: ignored, as nothing of a model that is read: %s", source, ", ".join(model.ignored))
+        if model.tokenizer is None:
+            logger.warning("%s has no tokenizer: the converted model takes token ids only", source)
         require_space(destination, _written_bytes(model), f"the converted model {destination}")
-        try:
-            with made_aside(destination) as aside:
-                _write(model, aside, dtype, name or model.name, progress)
-        except FileExistsError as error:
-            raise CheckpointError(f"{destination} exists: remove it or choose another folder") from error
+        with progress.task("Checking files", sum(path.stat().st_size for path in model.files), "B") as advance:
+            hashes = {path.name: sha256_of_file(path, advance) for path in model.files}
+        quantization = "none" if step is None else step.name
+        origin = {"format": FORMAT_VERSION, "files": hashes, "dtype": dtype, "quantization": quantization}
+        with unfinished_folder(destination, origin, resume=resume) as folder:
+            config = model.assembler.config if step is None else step.config(model.assembler.config)
+            arrays = _write_weights(model, config, folder, step, progress)
+            _write_rest(model, folder.path)
+            manifest = Manifest(
+                name=name or model.name,
+                model_config=config,
+                dtype=dtype,
+                quantization=quantization,
+                architecture=model.architecture,
+                source=model.source,
+                source_files=hashes,
+                versions={
+                    package: importlib.metadata.version(package) for package in _PACKAGES if _is_installed(package)
+                },
+                arrays=arrays,
+                files=folder.written_files(),
+            )
+            write_manifest(manifest, folder.path)
     return destination
 
 
-def _write(model: OpenModel, folder: Path, dtype: str, name: str, progress: Progress) -> None:
-    folder.mkdir()
-    with progress.task("Checking files", sum(path.stat().st_size for path in model.files), "B") as advance:
-        hashes = {path.name: sha256_of_file(path, advance) for path in model.files}
-    with progress.task("Converting weights", model.assembler.total_bytes, "B") as advance:
-        params = model.assembler.params(advance)
-    num_bytes = count_bytes(params)
-    with progress.task("Writing weights", num_bytes, "B") as advance:
-        save_weights(params, folder / WEIGHTS_FOLDER)
-        advance(num_bytes)
-    if model.tokenizer is None:
-        logger.warning("%s has no tokenizer: the converted model takes token ids only", model.files[0].parent)
-    else:
+def _write_weights(
+    model: OpenModel, config: ModelConfig, folder: UnfinishedFolder, step: WeightStep | None, progress: Progress
+) -> dict[str, ArrayInfo]:
+    """Writes the pieces that are not there yet. Returns every array by piece and name."""
+    specs, pieces = by_piece(param_specs(config)), piece_names(config)
+    left = [piece for piece in pieces if piece not in folder.finished]
+    if len(left) < len(pieces):
+        logger.info("%s: %d of %d pieces are there already", folder.path, len(pieces) - len(left), len(pieces))
+    with progress.task("Converting weights", sum(model.assembler.piece_bytes(piece) for piece in left), "B") as advance:
+        for piece in left:
+            arrays = _assembled(model, piece, step, advance)
+            save_piece(arrays, specs[piece], config.num_heads, folder.weights / piece)
+            folder.add_finished(piece, {name: ArrayInfo.of(array) for name, array in arrays.items()})
+    return {f"{piece}/{name}": info for piece in pieces for name, info in folder.finished[piece].items()}
+
+
+def _assembled(
+    model: OpenModel, piece: str, step: WeightStep | None, advance: Callable[[int], None]
+) -> dict[str, np.ndarray]:
+    arrays = model.assembler.piece(piece, advance)
+    if step is None:
+        return arrays
+    stored: dict[str, np.ndarray] = {}
+    for name in list(arrays):
+        value = step.apply(name, arrays.pop(name))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+            stored["/".join((name, *path_names(path)))] = np.asarray(leaf)
+    return stored
+
+
+def _write_rest(model: OpenModel, folder: Path) -> None:
+    """The tokenizer, and the source's own small files, which export gives back."""
+    if model.tokenizer is not None:
         write_tokenizer(model.tokenizer, folder / TOKENIZER_FOLDER)
-    versions = {package: importlib.metadata.version(package) for package in _PACKAGES if _is_installed(package)}
-    config, files = model.assembler.config, file_sizes(folder)
-    write_manifest(Manifest(name, config, dtype, model.source, hashes, versions, files), folder)
+    if model.carried:
+        (folder / ORIGINAL_FOLDER).mkdir(exist_ok=True)
+    for path in model.carried:
+        shutil.copyfile(path, folder / ORIGINAL_FOLDER / path.name)
 
 
 def _written_bytes(model: OpenModel) -> int:
     """A little more than the weights will take on the disk."""
-    assembler = model.assembler
-    itemsize = assembler.dtype.itemsize if assembler.dtype is not None else None
-    source = assembler.source
-    names = [name for name in source.names() if not name.endswith(assembler.names.ignored)]
-    sizes = (int(np.prod(source.shape(name))) * (itemsize or source.dtype(name).itemsize) for name in names)
-    return int(sum(sizes) * 1.02) + (16 << 20)
+    return int(model.assembler.stored_bytes() * 1.02) + (16 << 20)
 
 
 def _is_installed(package: str) -> bool:

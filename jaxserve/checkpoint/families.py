@@ -1,6 +1,6 @@
 """The model families that are known: what their tensors are called, and what their configs leave unsaid.
 
-A new family of the Llama shape is one more entry here.
+A new family of the Llama shape is one more entry here, with names from `tensor_names.py`.
 """
 
 from __future__ import annotations
@@ -8,76 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.checkpoint.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class TensorNames:
-    """What one file format calls the tensors of a Llama-shaped model.
-
-    Attributes:
-        layer: prefix of a layer's tensors, with `{layer}` for its number.
-        ignored: ends of names that carry nothing (buffers that are computed anyway).
-    """
-
-    embedding: str
-    final_norm: str
-    lm_head: str
-    layer: str
-    attention_norm: str
-    q: str
-    k: str
-    v: str
-    o: str
-    q_norm: str
-    k_norm: str
-    mlp_norm: str
-    gate: str
-    up: str
-    down: str
-    ignored: tuple[str, ...]
-
-    def in_layer(self, layer: int, module: str, part: str = "weight") -> str:
-        """A layer's tensor, such as `in_layer(0, "q", "bias")`."""
-        return f"{self.layer.format(layer=layer)}{getattr(self, module)}.{part}"
-
-
-HUGGING_FACE = TensorNames(
-    embedding="model.embed_tokens.weight",
-    final_norm="model.norm.weight",
-    lm_head="lm_head.weight",
-    layer="model.layers.{layer}.",
-    attention_norm="input_layernorm",
-    q="self_attn.q_proj",
-    k="self_attn.k_proj",
-    v="self_attn.v_proj",
-    o="self_attn.o_proj",
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
-    mlp_norm="post_attention_layernorm",
-    gate="mlp.gate_proj",
-    up="mlp.up_proj",
-    down="mlp.down_proj",
-    ignored=("rotary_emb.inv_freq",),
+from jaxserve.checkpoint.tensor_names import (
+    GGUF,
+    GGUF_FUSED,
+    HUGGING_FACE,
+    HUGGING_FACE_FUSED,
+    TensorNames,
 )
-
-GGUF = TensorNames(
-    embedding="token_embd.weight",
-    final_norm="output_norm.weight",
-    lm_head="output.weight",
-    layer="blk.{layer}.",
-    attention_norm="attn_norm",
-    q="attn_q",
-    k="attn_k",
-    v="attn_v",
-    o="attn_output",
-    q_norm="attn_q_norm",
-    k_norm="attn_k_norm",
-    mlp_norm="ffn_norm",
-    gate="ffn_gate",
-    up="ffn_up",
-    down="ffn_down",
-    ignored=("rope_freqs.weight",),
-)
+from jaxserve.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -87,6 +25,7 @@ class Family:
     Attributes:
         architecture: as `architectures` in Hugging Face's config names it.
         gguf_architecture: as `general.architecture` in a GGUF names it.
+        names, gguf_names: of the tensors in Hugging Face's files and in GGUF's.
         gguf_permuted: GGUF holds q and k rows in another rotary order than Hugging Face (neighbours are pairs).
         qkv_bias: True: always has biases on q, k and v and never on o; None: as `attention_bias` says, for all four.
         qk_norm: has norms over q and k.
@@ -96,6 +35,8 @@ class Family:
 
     architecture: str
     gguf_architecture: str
+    names: TensorNames = HUGGING_FACE
+    gguf_names: TensorNames = GGUF
     gguf_permuted: bool = False
     qkv_bias: bool | None = None
     qk_norm: bool = False
@@ -106,6 +47,7 @@ class Family:
     default_rms_norm_eps: float = 1e-6
     default_rope_theta: float = 10000.0
     default_tie_word_embeddings: bool = False
+    default_head_dim: int | None = None  # None: hidden_size / num_heads
 
 
 LLAMA = Family("LlamaForCausalLM", "llama", gguf_permuted=True, has_mlp_bias=True)
@@ -133,8 +75,26 @@ QWEN3 = Family(
     sliding_window="opt-in",
     default_sliding_window=4096,
     default_max_position_embeddings=32768,
+    default_head_dim=128,
 )
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+PHI3 = Family(
+    "Phi3ForCausalLM",
+    "phi3",
+    names=HUGGING_FACE_FUSED,
+    gguf_names=GGUF_FUSED,
+    qkv_bias=False,
+    sliding_window="always",
+    default_max_position_embeddings=4096,
+    default_rms_norm_eps=1e-5,
+)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
+
+# Families that look alike and are not: better told than found out from nonsense.
+_UNLIKE = {
+    "gemma": "its norms, the scale of its embeddings and its activation are not Llama's",
+    "mixtral": "it is a mixture of experts",
+    "phi": "its layers are not Llama's; Phi-3 is supported",
+}
 
 
 def family_of_architecture(architecture: str, where: str) -> Family:
@@ -143,7 +103,9 @@ def family_of_architecture(architecture: str, where: str) -> Family:
         if family.architecture == architecture:
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
-    raise CheckpointError(f"{where}: architecture {architecture!r} is not supported; supported are {known}")
+    raise CheckpointError(
+        f"{where}: architecture {architecture!r} is not supported{_reason(architecture)}; supported are {known}"
+    )
 
 
 def family_of_gguf(architecture: str, where: str) -> Family:
@@ -152,4 +114,20 @@ def family_of_gguf(architecture: str, where: str) -> Family:
         if family.gguf_architecture == architecture:
             return family
     known = ", ".join(dict.fromkeys(family.gguf_architecture for family in FAMILIES))
-    raise CheckpointError(f"{where}: GGUF architecture {architecture!r} is not supported; supported are {known}")
+    raise CheckpointError(
+        f"{where}: GGUF architecture {architecture!r} is not supported{_reason(architecture)}; supported are {known}"
+    )
+
+
+def family_of_model(config: ModelConfig) -> Family:
+    """The plainest family that has such models, for where nothing names one, such as Mistral's as GGUF."""
+    if config.qk_norm:
+        return QWEN3
+    if config.attention_bias and not config.attention_output_bias:
+        return QWEN2
+    return LLAMA if config.sliding_window is None else MISTRAL
+
+
+def _reason(architecture: str) -> str:
+    reasons = [reason for name, reason in _UNLIKE.items() if architecture.lower().startswith(name)]
+    return f" ({reasons[0]})" if reasons else ""

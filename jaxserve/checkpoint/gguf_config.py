@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.families import GGUF
 from jaxserve.checkpoint.gguf_source import GGUFFile
 from jaxserve.config import ModelConfig, RopeScaling
 
@@ -23,18 +22,18 @@ def model_config_from_gguf(file: GGUFFile, *, eos_token_ids: tuple[int, ...], bo
     Raises:
         CheckpointError: if a value is missing or malformed, or asks for what is not supported.
     """
-    names = set(file.names())
+    names, known = set(file.names()), file.family.gguf_names
     hidden_size = _integer(file, "embedding_length")
     head_dim = _integer(file, "attention.key_length", hidden_size // file.num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if _integer(file, key, head_dim) != head_dim:
             raise CheckpointError(f"{file.path}: {key}={_integer(file, key)} must equal the head size {head_dim}")
     rope_theta = _number(file, "rope.freq_base", 10000.0)
-    if GGUF.embedding not in names:
-        raise CheckpointError(f"{file.path}: tensor {GGUF.embedding!r} is missing: fetch the file again")
+    if known.embedding not in names:
+        raise CheckpointError(f"{file.path}: tensor {known.embedding!r} is missing: fetch the file again")
     try:
         return ModelConfig(
-            vocab_size=file.shape(GGUF.embedding)[0],
+            vocab_size=file.shape(known.embedding)[0],
             hidden_size=hidden_size,
             intermediate_size=_integer(file, "feed_forward_length"),
             num_layers=_integer(file, "block_count"),
@@ -45,10 +44,10 @@ def model_config_from_gguf(file: GGUFFile, *, eos_token_ids: tuple[int, ...], bo
             rms_norm_eps=_shortest_float(_number(file, "attention.layer_norm_rms_epsilon")),
             rope_theta=_shortest_float(rope_theta),
             rope_scaling=_rope_scaling(file, rope_theta, head_dim),
-            tie_word_embeddings=GGUF.lm_head not in names,
-            attention_bias=GGUF.in_layer(0, "q", "bias") in names,
-            attention_output_bias=GGUF.in_layer(0, "o", "bias") in names,
-            mlp_bias=GGUF.in_layer(0, "up", "bias") in names,
+            tie_word_embeddings=known.lm_head not in names,
+            attention_bias=known.in_layer(0, known.qkv or "q", "bias") in names,
+            attention_output_bias=known.in_layer(0, "o", "bias") in names,
+            mlp_bias=known.in_layer(0, "up", "bias") in names,
             qk_norm=file.family.qk_norm,
             sliding_window=_integer(file, "attention.sliding_window", 0) or None,
             eos_token_ids=eos_token_ids,

@@ -11,7 +11,8 @@ import gguf.quants
 import numpy as np
 
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.families import GGUF, Family, family_of_gguf
+from jaxserve.checkpoint.families import Family, family_of_gguf
+from jaxserve.checkpoint.rotary_rows import pairs_apart
 from jaxserve.checkpoint.tensor_source import BFLOAT16
 from jaxserve.checkpoint.tokenizer_files import error_line
 
@@ -24,6 +25,7 @@ _PLAIN = {
 _QUANTIZED = (
     _Type.Q8_0, _Type.Q4_0, _Type.Q4_1, _Type.Q5_0, _Type.Q5_1, _Type.Q4_K, _Type.Q5_K, _Type.Q6_K,
 )  # fmt: skip
+_BLOCKS_AT_ONCE = 1 << 16  # that are unpacked: what that takes on the way is several times their size
 
 
 class GGUFFile:
@@ -90,28 +92,36 @@ class GGUFFile:
         )
 
     def read(self, name: str) -> np.ndarray:
+        """As `TensorSource`. The file is read, not mapped: what was read counts as memory only as long as it is used."""
         tensor, dtype, shape = self._tensors[name], self.dtype(name), self.shape(name)
+        num_bytes, start = int(tensor.n_bytes), int(tensor.data_offset)
+        data = np.fromfile(self.path, np.uint8, num_bytes, offset=start)
+        values_of_data = num_bytes // dtype.itemsize
+        if tensor.tensor_type in _QUANTIZED:
+            block_values, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+            values_of_data = num_bytes // block_bytes * block_values
+        if data.size != num_bytes or values_of_data != math.prod(shape):
+            raise CheckpointError(f"{self.path}: tensor {name!r} has {values_of_data} values, its header says {shape}")
         if tensor.tensor_type in _PLAIN:
-            values = np.array(tensor.data).view(dtype)
-        else:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if values.size != math.prod(shape):
-            raise CheckpointError(f"{self.path}: tensor {name!r} has {values.size} values, its header says {shape}")
+            return self._restore_rows(name, data.view(dtype).reshape(shape))
+        values = np.empty(values_of_data, np.float32)
+        step = _BLOCKS_AT_ONCE * block_bytes
+        for index, first in enumerate(range(0, num_bytes, step)):
+            blocks = gguf.quants.dequantize(data[first : first + step].reshape(-1, block_bytes), tensor.tensor_type)
+            place = index * _BLOCKS_AT_ONCE * block_values
+            values[place : place + blocks.size] = blocks.reshape(-1)
         return self._restore_rows(name, values.reshape(shape))
 
     def _restore_rows(self, name: str, values: np.ndarray) -> np.ndarray:
         """Undo the row order of Llama's q and k, each with its own number of heads; biases are ordered likewise."""
         if not self.family.gguf_permuted or not name.startswith("blk."):
             return values
+        names = self.family.gguf_names
         module = name.split(".", 2)[2].rsplit(".", 1)[0]
-        if module not in (GGUF.q, GGUF.k):
+        if module not in (names.q, names.k):
             return values
-        num_heads = self.num_heads if module == GGUF.q else self.num_kv_heads
-        if values.shape[0] % (2 * num_heads):
-            raise CheckpointError(f"{self.path}: tensor {name!r} of shape {values.shape} is not of {num_heads} heads")
-        # Stored as [heads, pair, which of the pair]; rotate-half wants [heads, which of the pair, pair].
-        pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+        num_heads = self.num_heads if module == names.q else self.num_kv_heads
+        return pairs_apart(values, num_heads, f"{self.path}: tensor {name!r}")
 
     @property
     def num_heads(self) -> int:

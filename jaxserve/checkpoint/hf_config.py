@@ -46,22 +46,28 @@ def model_config_from_hf(
             raise CheckpointError(f"{where}: {key}={config[key]!r}: {meaning} is not supported")
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{where}: hidden_act={config['hidden_act']!r} is not supported, only 'silu'")
-    hidden_size, num_heads = _integer(config, "hidden_size", where), _integer(config, "num_attention_heads", where)
+    hidden_size, num_heads = (
+        whole_number(config, "hidden_size", where),
+        whole_number(config, "num_attention_heads", where),
+    )
     attention_bias = bool(config.get("attention_bias", False))
     rope_theta, rope_scaling = rope_from_hf(config, family, where)
+    default_head_dim = hidden_size // max(1, num_heads)
+    if "head_dim" not in config and family.default_head_dim is not None:
+        default_head_dim = family.default_head_dim
     try:
         return ModelConfig(
-            vocab_size=_integer(config, "vocab_size", where),
+            vocab_size=whole_number(config, "vocab_size", where),
             hidden_size=hidden_size,
-            intermediate_size=_integer(config, "intermediate_size", where),
-            num_layers=_integer(config, "num_hidden_layers", where),
+            intermediate_size=whole_number(config, "intermediate_size", where),
+            num_layers=whole_number(config, "num_hidden_layers", where),
             num_heads=num_heads,
-            num_kv_heads=_integer(config, "num_key_value_heads", where, num_heads),
-            head_dim=_integer(config, "head_dim", where, hidden_size // max(1, num_heads)),
-            max_position_embeddings=_integer(
+            num_kv_heads=whole_number(config, "num_key_value_heads", where, num_heads),
+            head_dim=whole_number(config, "head_dim", where, default_head_dim),
+            max_position_embeddings=whole_number(
                 config, "max_position_embeddings", where, family.default_max_position_embeddings
             ),
-            rms_norm_eps=_number(config, "rms_norm_eps", where, family.default_rms_norm_eps),
+            rms_norm_eps=number(config, "rms_norm_eps", where, family.default_rms_norm_eps),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", family.default_tie_word_embeddings)),
@@ -86,20 +92,25 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, where: str) -> tuple
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"{where}: rope scaling {given!r} must be an object")
+    if given.get("partial_rotary_factor") not in (None, 1.0):
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor={given['partial_rotary_factor']!r}: rotary embeddings over a part of each head "
+            "are not supported"
+        )
     theta_holder = given if "rope_theta" in given else config
-    theta = _number(theta_holder, "rope_theta", where, family.default_rope_theta)
+    theta = number(theta_holder, "rope_theta", where, family.default_rope_theta)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, RopeScaling("linear", _number(given, "factor", where))
+        return theta, RopeScaling("linear", number(given, "factor", where))
     if kind == "llama3":
         return theta, RopeScaling(
             "llama3",
-            _number(given, "factor", where),
-            _number(given, "low_freq_factor", where),
-            _number(given, "high_freq_factor", where),
-            _integer(given, "original_max_position_embeddings", where),
+            number(given, "factor", where),
+            number(given, "low_freq_factor", where),
+            number(given, "high_freq_factor", where),
+            whole_number(given, "original_max_position_embeddings", where),
         )
     raise CheckpointError(f"{where}: rope scaling {kind!r} is not supported; supported are default, linear, llama3")
 
@@ -116,7 +127,7 @@ def _sliding_window(config: Mapping[str, Any], family: Family, where: str) -> in
             return None
         if not all(sliding):
             raise CheckpointError(f"{where}: a sliding window in some layers only is not supported")
-    return None if window is None else _integer(config, "sliding_window", where, window)
+    return None if window is None else whole_number(config, "sliding_window", where, window)
 
 
 def _layers_that_slide(config: Mapping[str, Any], where: str) -> list[bool]:
@@ -124,8 +135,8 @@ def _layers_that_slide(config: Mapping[str, Any], where: str) -> list[bool]:
     layer_types = config.get("layer_types")
     if isinstance(layer_types, list):
         return [layer_type == "sliding_attention" for layer_type in layer_types]
-    first = _integer(config, "max_window_layers", where, 28)
-    return [layer >= first for layer in range(_integer(config, "num_hidden_layers", where))]
+    first = whole_number(config, "max_window_layers", where, 28)
+    return [layer >= first for layer in range(whole_number(config, "num_hidden_layers", where))]
 
 
 def token_ids_from(value: Any, where: str) -> tuple[int, ...]:
@@ -136,7 +147,7 @@ def token_ids_from(value: Any, where: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _integer(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+def whole_number(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int):
@@ -144,7 +155,7 @@ def _integer(config: Mapping[str, Any], key: str, where: str, default: int | Non
     return value
 
 
-def _number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+def number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):

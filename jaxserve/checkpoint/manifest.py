@@ -5,19 +5,44 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import ml_dtypes
+import numpy as np
 
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import read_json
 from jaxserve.config import ModelConfig
 
 MANIFEST_FILE = "jaxserve.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 WEIGHTS_FOLDER = "weights"
 TOKENIZER_FOLDER = "tokenizer"
+ORIGINAL_FOLDER = "original"  # the source's own config and tokenizer files, for export
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """Shape and dtype of one array of the weights, so that neither needs to be looked up in them."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
+
+    @staticmethod
+    def of(array: np.ndarray) -> ArrayInfo:
+        return ArrayInfo(array.shape, array.dtype.name)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> ArrayInfo:
+        return ArrayInfo(tuple(data["shape"]), data["dtype"])
 
 
 @dataclass(frozen=True)
@@ -28,18 +53,24 @@ class Manifest:
         name: short name of the model, such as "smollm2-135m-instruct".
         model_config: of the weights beside it.
         dtype: that was asked for at conversion; "auto": as the source had it (quantized weights: float32).
-        source: format of what it was made from: "huggingface" or "gguf".
+        quantization: what was done to the weights at conversion; "none": nothing.
+        architecture: the model's Hugging Face name, such as "LlamaForCausalLM".
+        source: format of what it was made from: "huggingface", "meta" or "gguf".
         source_files: name and SHA-256 of each file it was made from.
         versions: of the packages that made it.
+        arrays: of the weights, by piece and name.
         files: path (within the folder) and size in bytes of every file beside the manifest.
     """
 
     name: str
     model_config: ModelConfig
     dtype: str
+    quantization: str
+    architecture: str
     source: str
     source_files: dict[str, str]
     versions: dict[str, str]
+    arrays: dict[str, ArrayInfo]
     files: dict[str, int]
     format_version: int = FORMAT_VERSION
 
@@ -63,8 +94,9 @@ def read_manifest(folder: Path) -> Manifest:
             "convert the model again"
         )
     try:
-        return Manifest(**{**data, "model_config": ModelConfig.from_json(data["model_config"])})
-    except (TypeError, KeyError, ValueError) as error:
+        arrays = {name: ArrayInfo.from_json(info) for name, info in data["arrays"].items()}
+        return Manifest(**{**data, "model_config": ModelConfig.from_json(data["model_config"]), "arrays": arrays})
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): convert the model again") from error
 
 

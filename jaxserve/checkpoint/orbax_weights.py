@@ -1,10 +1,11 @@
-"""Parameters in Orbax's format: written from NumPy, restored straight onto the devices that use them."""
+"""Parameters in Orbax's format: written piece by piece from NumPy, restored straight onto the devices that use them."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,36 @@ import orbax.checkpoint as ocp
 
 from jaxserve.checkpoint.atomic import disk_message
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.pieces import StoredLayout, by_piece, from_pieces, stored_layout
 from jaxserve.checkpoint.tokenizer_files import error_line
 from jaxserve.config import ModelConfig
-from jaxserve.models.params import LayerParams, LlamaParams, ParamSpec, param_specs
+from jaxserve.models.params import LlamaParams, ParamSpec, param_specs
 
-_LAYER = "layer_{:03d}"
+_PIECES_AT_ONCE = 4  # that are read while others are copied to the devices
+
+Specs = Mapping[str, ParamSpec]  # of a piece's arrays, by name
 
 
-def save_weights(params: LlamaParams, folder: Path) -> None:
-    """Write parameters (NumPy or JAX arrays) into a folder that is not there yet.
+def save_piece(arrays: Mapping[str, np.ndarray], specs: Specs, num_heads: int, folder: Path) -> None:
+    """Write the arrays of a piece into a folder that is not there yet.
 
     Uncompressed: weights hardly compress, and unpacking would take longer than reading.
 
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written.
+        ValueError: if the arrays are not those of `specs`.
     """
+    found = {name: array.shape for name, array in arrays.items()}
+    wanted = {name: spec.shape for name, spec in specs.items()}
+    if found != wanted:
+        raise ValueError(f"{folder.name}: arrays {found} are not those that its config says: {wanted}")
+    layouts = {name: stored_layout(spec.shape, spec.logical_axes, num_heads) for name, spec in specs.items()}
+    tree = _nested({name: array.reshape(layouts[name].shape) for name, array in arrays.items()})
+    save_args = _nested({name: _save_args(layout) for name, layout in layouts.items()})
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
     try:
         with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(_to_tree(params)))
+            checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
     except OSError as error:
         raise CheckpointError(disk_message(error, folder)) from error
     except ValueError as error:  # how TensorStore reports what the file system said
@@ -42,14 +54,23 @@ def save_weights(params: LlamaParams, folder: Path) -> None:
         raise CheckpointError(f"cannot write {folder}: {error_line(error)[:300]}") from error
 
 
+def _save_args(layout: StoredLayout) -> ocp.SaveArgs:
+    return ocp.SaveArgs(shard_axes=() if layout.axis is None else (layout.axis,))
+
+
 def restore_weights(
-    folder: Path, config: ModelConfig, dtype: jnp.dtype, shardings: LlamaParams | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    shardings: LlamaParams | None = None,
+    advance: Callable[[int], None] = lambda amount: None,
 ) -> LlamaParams:
-    """Read parameters onto devices.
+    """Read parameters onto devices, each device the bytes of its own shards, several pieces at once.
 
     Args:
-        dtype: of every array but the norms, which are float32.
-        shardings: a `LlamaParams` of `jax.sharding.Sharding`s, each device reading its part; None: the first device.
+        dtype: of every array but the norms, which are float32, and quantized weights, which stay what they are.
+        shardings: a `LlamaParams` of `jax.sharding.Sharding`s; None: everything on the first device.
+        advance: is told the bytes of the arrays that were read.
 
     Raises:
         CheckpointError: if a file is missing or damaged, or the arrays do not fit the config.
@@ -57,75 +78,129 @@ def restore_weights(
     """
     specs = param_specs(config)
     if shardings is None:
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shardings = jax.tree.map(lambda _: device, specs, is_leaf=_is_spec)
+        first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        by_name, places = by_piece(specs), by_piece(jax.tree.map(lambda _: first, specs))
+    else:
+        by_name, places = by_piece(specs), by_piece(shardings)
+        jax.tree.map(lambda spec, sharding: sharding.shard_shape(spec.shape), specs, shardings)  # raises ValueError
 
-    def target(spec: ParamSpec, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-        sharding.shard_shape(spec.shape)  # raises ValueError if it does not divide the array
-        is_norm = spec.standard_deviation is None
-        return jax.ShapeDtypeStruct(spec.shape, jnp.float32 if is_norm else dtype, sharding=sharding)
+    def restore(piece: str) -> dict[str, jax.Array]:
+        arrays = _restore_piece(folder / piece, by_name[piece], places[piece], config.num_heads, dtype)
+        advance(sum(array.nbytes for array in arrays.values()))
+        return arrays
 
-    targets = _to_tree(jax.tree.map(target, specs, shardings, is_leaf=_is_spec))
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
+    with ThreadPoolExecutor(_PIECES_AT_ONCE) as threads:
+        restored = dict(zip(by_name, threads.map(restore, by_name), strict=True))
+    extra = sorted(path.name for path in folder.iterdir() if path.name not in by_name)
+    if extra:
+        raise CheckpointError(f"{folder}: {extra[0]!r} is not part of this model: convert the model again")
+    return from_pieces(restored, specs)
+
+
+def read_piece(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of a piece as they are stored, on the host. An axis may be split: see `StoredLayout`.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged.
+    """
+    with _damage_reported(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
+        tree = checkpointer.metadata(folder.absolute()).item_metadata.tree
+        restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        args = ocp.args.PyTreeRestore(restore_args=restore_args)
+        return dict(_flat(checkpointer.restore(folder.absolute(), args=args)))
+
+
+def _restore_piece(
+    folder: Path, specs: Specs, shardings: Mapping[str, jax.sharding.Sharding], num_heads: int, dtype: jnp.dtype
+) -> dict[str, jax.Array]:
+    layouts = {name: stored_layout(spec.shape, spec.logical_axes, num_heads) for name, spec in specs.items()}
+    targets = {
+        name: jax.ShapeDtypeStruct(
+            layouts[name].shape,
+            element_type(spec, dtype),
+            sharding=_stored_sharding(name, spec.shape, layouts[name], shardings[name]),
+        )
+        for name, spec in specs.items()
+    }
+    with _damage_reported(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
+        stored = dict(_flat(checkpointer.metadata(folder.absolute()).item_metadata.tree))
+        _check_shapes({name: tuple(leaf.shape) for name, leaf in stored.items()}, layouts, folder)
+        tree = _nested(targets)
+        args = ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
+        restored = dict(_flat(checkpointer.restore(folder.absolute(), args=args)))
+    return {name: _merged(restored[name], spec.shape, shardings[name]) for name, spec in specs.items()}
+
+
+def element_type(spec: ParamSpec, dtype: jnp.dtype) -> jnp.dtype:
+    """Of an array in a model whose weights have `dtype`: norms are float32 always."""
+    return jnp.dtype(jnp.float32 if spec.standard_deviation is None else dtype)
+
+
+def _stored_sharding(
+    name: str, shape: tuple[int, ...], layout: StoredLayout, sharding: jax.sharding.Sharding
+) -> jax.sharding.Sharding:
+    """The sharding of an array as it is stored, that puts the bytes where `sharding` has them."""
+    if layout.shape == shape or layout.axis is None or not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    axes = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    axes.insert(layout.axis + 1, None)
+    split = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*axes))
     try:
-        with ocp.Checkpointer(handler) as checkpointer:
-            _check_shapes(checkpointer.metadata(folder.absolute()), targets, folder)
-            restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
-            args = ocp.args.PyTreeRestore(item=targets, restore_args=restore_args)
-            tree = checkpointer.restore(folder.absolute(), args=args)
+        split.shard_shape(layout.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: {sharding.spec} does not evenly divide the {layout.shape[layout.axis]} chunks along axis "
+            f"{layout.axis} of {shape}"
+        ) from error
+    return split
+
+
+def _merged(array: jax.Array, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> jax.Array:
+    """The array with its split axis made one again, each device on its own."""
+    if array.shape == shape:
+        return array
+    local = sharding.shard_shape(shape)
+    shards = [shard.data.reshape(local) for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+@contextmanager
+def _damage_reported(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except CheckpointError:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds for missing and damaged files
         raise CheckpointError(
             f"{folder} is damaged or incomplete ({error_line(error)[:300]}): convert the model again"
         ) from error
-    return _from_tree(tree, config)
 
 
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, ParamSpec)
-
-
-def _check_shapes(metadata: Any, targets: Mapping[str, Any], folder: Path) -> None:
-    stored = {name: tuple(leaf.shape) for name, leaf in _flat(metadata.item_metadata.tree).items()}
-    wanted = {name: tuple(leaf.shape) for name, leaf in _flat(targets).items()}
-    for name in sorted(stored.keys() | wanted.keys()):
-        if stored.get(name) != wanted.get(name):
+def _check_shapes(stored: Mapping[str, tuple[int, ...]], layouts: Mapping[str, StoredLayout], folder: Path) -> None:
+    for name in sorted(stored.keys() | layouts.keys()):
+        wanted = layouts[name].shape if name in layouts else None
+        if stored.get(name) != wanted:
             raise CheckpointError(
-                f"{folder}: array {name!r} has shape {stored.get(name)}, its config says {wanted.get(name)}: "
-                "convert the model again"
+                f"{folder}: array {name!r} has shape {stored.get(name)}, its config says {wanted}: convert the model again"
             )
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
-
-
-def _to_tree(params: LlamaParams) -> dict[str, Any]:
-    """Nested dictionaries by name, without what is None: what is on the disk does not hang on our classes."""
-    tree: dict[str, Any] = {"embedding": params.embedding, "final_norm": params.final_norm}
-    if params.lm_head is not None:
-        tree["lm_head"] = params.lm_head
-    for number, layer in enumerate(params.layers):
-        fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
-        tree[_LAYER.format(number)] = {name: value for name, value in fields.items() if value is not None}
+def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Names with slashes as dictionaries in dictionaries."""
+    tree: dict[str, Any] = {}
+    for name, value in arrays.items():
+        *outer, last = name.split("/")
+        level = tree
+        for key in outer:
+            level = level.setdefault(key, {})
+        level[last] = value
     return tree
 
 
-def _from_tree(tree: Mapping[str, Any], config: ModelConfig) -> LlamaParams:
-    names = [field.name for field in dataclasses.fields(LayerParams)]
-    layers = [tree[_LAYER.format(number)] for number in range(config.num_layers)]
-    return LlamaParams(
-        embedding=tree["embedding"],
-        layers=tuple(LayerParams(**{name: layer.get(name) for name in names}) for layer in layers),
-        final_norm=tree["final_norm"],
-        lm_head=tree.get("lm_head"),
-    )
-
-
-def count_bytes(params: LlamaParams) -> int:
-    """Of all arrays."""
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The inverse of `_nested`."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield prefix + key, value

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.checkpoint.cache import cached_model, fingerprint_of
-from jaxserve.checkpoint.convert import DTYPES, convert
+from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import (
     TOKENIZER_FOLDER,
@@ -18,9 +18,10 @@ from jaxserve.checkpoint.manifest import (
     is_converted,
     read_manifest,
 )
-from jaxserve.checkpoint.orbax_weights import count_bytes, restore_weights
+from jaxserve.checkpoint.open_model import DTYPES
+from jaxserve.checkpoint.orbax_weights import element_type, restore_weights
 from jaxserve.config import ModelConfig
-from jaxserve.models.params import LlamaParams, ParamSpec, param_specs
+from jaxserve.models.params import LlamaParams, param_specs
 from jaxserve.progress import Progress
 
 
@@ -64,10 +65,10 @@ def load_checkpoint(
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     target = jnp.dtype(dtype)
-    specs = jax.tree.leaves(param_specs(manifest.model_config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
-    with progress.task("Loading weights", sum(spec.size for spec in specs) * target.itemsize, "B") as advance:
-        params = restore_weights(folder / WEIGHTS_FOLDER, manifest.model_config, target, shardings)
-        advance(count_bytes(params))
+    specs = jax.tree.leaves(param_specs(manifest.model_config))
+    total = sum(spec.size * element_type(spec, target).itemsize for spec in specs)
+    with progress.task("Loading weights", total, "B") as advance:
+        params = restore_weights(folder / WEIGHTS_FOLDER, manifest.model_config, target, shardings, advance)
     return LoadedCheckpoint(manifest.model_config, params, folder / TOKENIZER_FOLDER, manifest.name)
 
 

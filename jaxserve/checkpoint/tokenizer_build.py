@@ -59,12 +59,14 @@ def byte_level_tokenizer(
     merges: Sequence[tuple[str, str]],
     rule: ByteLevelRule,
     bos: tuple[str, int] | None,
+    added: Sequence[AddedToken] = (),
 ) -> str:
     """The `tokenizer.json` of a GPT-2-like vocabulary.
 
     Args:
         pieces: spellings, in the order of their ids.
         bos: BOS and its id where it is put before every text.
+        added: tokens beyond the vocabulary, in the order of their ids, which follow the pieces'.
 
     Raises:
         ValueError: if a spelling is there twice, or a merge is not of pieces.
@@ -85,6 +87,7 @@ def byte_level_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, pieces, kinds)
+    _add_beyond(tokenizer, added)
     _put_first(tokenizer, bos)
     return tokenizer.to_str()
 
@@ -125,11 +128,7 @@ def sentencepiece_tokenizer(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     _add_tokens(tokenizer, pieces, kinds)
-    for token in added:
-        if token.special:
-            tokenizer.add_special_tokens([token])
-        else:
-            tokenizer.add_tokens([token])
+    _add_beyond(tokenizer, added)
     _put_first(tokenizer, bos)
     return tokenizer.to_str()
 
@@ -164,6 +163,14 @@ def _add_tokens(tokenizer: Tokenizer, pieces: Sequence[str], kinds: Sequence[Pie
             tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False)])
         elif kind == "user":
             tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False)])
+
+
+def _add_beyond(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> None:
+    for token in added:
+        if token.special:
+            tokenizer.add_special_tokens([token])
+        else:
+            tokenizer.add_tokens([token])
 
 
 def _put_first(tokenizer: Tokenizer, bos: tuple[str, int] | None) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint.convert import convert
-from jaxserve.checkpoint.families import GGUF, HUGGING_FACE
 from jaxserve.checkpoint.manifest import WEIGHTS_FOLDER, read_manifest
 from jaxserve.checkpoint.orbax_weights import restore_weights
+from jaxserve.checkpoint.tensor_names import GGUF, HUGGING_FACE
 from jaxserve.models.params import LlamaParams
 from jaxserve.progress import NoProgress
 from tests.tiny_model import SPECIAL_TOKENS, TINY_CONFIG

@@ -13,8 +13,9 @@ import pytest
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.gguf_config import llama3_frequency_factors, model_config_from_gguf
 from jaxserve.checkpoint.gguf_source import GGUFFile
+from jaxserve.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.checkpoint.hf_config import model_config_from_hf
-from jaxserve.checkpoint.tokenizer_read import read_gguf_tokenizer, read_hf_tokenizer
+from jaxserve.checkpoint.tokenizer_read import read_hf_tokenizer
 from jaxserve.config import ModelConfig, RopeScaling
 from tests.checkpoint.files import edit_config, write_gguf
 from tests.tiny_model import TINY_CONFIG, random_weights, write_tiny_llama

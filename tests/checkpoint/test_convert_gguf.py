@@ -12,9 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint.convert import convert, open_model
+from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import read_manifest
+from jaxserve.checkpoint.open_model import open_model
 from jaxserve.models.params import LlamaParams
 from jaxserve.progress import NoProgress
 from tests.checkpoint.files import converted, write_gguf
@@ -99,7 +100,7 @@ def test_half_floats_keep_their_bits(tmp_path: Path, kind: gguf.GGMLQuantization
     stored = values.view(np.uint8) if kind is Type.BF16 else values
     path = write_gguf(tmp_path / "model.gguf", {**tensors, DOWN0: stored}, types={DOWN0: kind})
     with open_model(path) as model:
-        read = model.assembler.params(lambda amount: None).layers[0].w_down
+        read = model.assembler.piece("layer_000", lambda amount: None)["w_down"]
     assert read.dtype == dtype
     np.testing.assert_array_equal(read.view(np.uint16), values.T.copy().view(np.uint16))
 

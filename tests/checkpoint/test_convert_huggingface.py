@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.checkpoint.convert import convert, open_model
+from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import read_manifest
+from jaxserve.checkpoint.open_model import open_model
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.models.params import LlamaParams
 from jaxserve.progress import NoProgress
@@ -40,6 +41,24 @@ def assert_refused(source: Path, *, match: str) -> None:
         convert(source, destination, progress=NoProgress())
     assert "\n" not in str(caught.value)
     assert not [path for path in source.parent.iterdir() if "refused" in path.name]
+
+
+def apart(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Phi-3's tensors under the names and in the pieces that the others have."""
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    q, kv = (config[key] * head_dim for key in ("num_attention_heads", "num_key_value_heads"))
+    found: dict[str, np.ndarray] = {}
+    for name, value in tensors.items():
+        if name.endswith("qkv_proj.weight"):
+            for module, rows in (("q", value[:q]), ("k", value[q : q + kv]), ("v", value[q + kv :])):
+                found[name.replace("qkv_proj", f"{module}_proj")] = rows
+        elif name.endswith("gate_up_proj.weight"):
+            half = len(value) // 2
+            found[name.replace("gate_up", "gate")] = value[:half]
+            found[name.replace("gate_up", "up")] = value[half:]
+        else:
+            found[name] = value
+    return found
 
 
 def assert_same_weights(params: LlamaParams, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
@@ -97,19 +116,14 @@ def assert_same_weights(params: LlamaParams, tensors: dict[str, np.ndarray], con
     "name",
     [
         "attention_bias", "bfloat16", "grouped_query", "head_dim", "mistral_sliding_window", "mlp_bias", "multi_head",
-        "multi_query", "qwen2", "qwen3", "sharded", "tied_head",
+        "multi_query", "phi3", "qwen2", "qwen3", "sharded", "tied_head",
     ],
 )  # fmt: skip
 def test_checkpoints_that_transformers_wrote(tmp_path: Path, name: str) -> None:
     source = GOLDENS / name
     tensors = {key: value for file in source.glob("*.safetensors") for key, value in load_file(file).items()}
     config = json.loads((source / "config.json").read_text())
-    assert_same_weights(converted(source, tmp_path / "converted"), tensors, config)
-
-
-def test_phi3_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"Phi3ForCausalLM.*LlamaForCausalLM"):
-        convert(GOLDENS / "phi3", tmp_path / "converted", progress=NoProgress())
+    assert_same_weights(converted(source, tmp_path / "converted"), apart(tensors, config), config)
 
 
 def test_shards_give_the_same_as_one_file(folder: Path, tmp_path: Path) -> None:
@@ -309,10 +323,10 @@ def test_bfloat16_and_float8_keep_their_bits(tmp_path: Path) -> None:
     save_file(tensors, source / "model.safetensors")
 
     with open_model(source) as model:
-        read = model.assembler.params(lambda amount: None)
-    assert read.layers[0].wqkv.dtype == ml_dtypes.bfloat16
-    assert read.layers[0].w_down.dtype == ml_dtypes.float8_e4m3fn
-    np.testing.assert_array_equal(read.layers[0].w_down.view(np.uint8), tensors[down].T.copy().view(np.uint8))
+        read = model.assembler.piece("layer_000", lambda amount: None)
+    assert read["wqkv"].dtype == ml_dtypes.bfloat16
+    assert read["w_down"].dtype == ml_dtypes.float8_e4m3fn
+    np.testing.assert_array_equal(read["w_down"].view(np.uint8), tensors[down].T.copy().view(np.uint8))
 
     convert(source, tmp_path / "converted", progress=NoProgress())
     bits = np.asarray(load_checkpoint(tmp_path / "converted", "bfloat16", NoProgress()).params.layers[0].wqkv)

@@ -104,7 +104,7 @@ def test_short_file_is_named(folder: Path, tmp_path: Path) -> None:
 
 def test_missing_file_is_named(folder: Path, tmp_path: Path) -> None:
     copy = copied(folder, tmp_path / "copy")
-    (copy / "weights" / "manifest.ocdbt").unlink()
+    (copy / "weights" / "layer_001" / "manifest.ocdbt").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.ocdbt is missing"):
         load_checkpoint(copy, "float32", NoProgress())
 
@@ -124,7 +124,7 @@ def test_sharding_that_does_not_divide_is_the_callers_mistake(folder: Path) -> N
         ('"hidden_size": 64', '"hidden_size": 128', "shape"),
         ('"num_layers": 2', '"num_layers": 3', "layer_002"),
         ('"num_layers": 2', '"num_layers": 1', "layer_001"),
-        ('"format_version": 1', '"format_version": 99', "format_version=99"),
+        ('"format_version": 2', '"format_version": 99', "format_version=99"),
         ('"vocab_size"', '"vocabulary"', "vocabulary"),
         ('"name"', '"title"', "title"),
     ],

@@ -12,10 +12,11 @@ import sentencepiece
 
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.gguf_source import GGUFFile
+from jaxserve.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER
 from jaxserve.checkpoint.tokenizer_build import BYTE_LEVEL_RULES, byte_level_tokenizer
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings
-from jaxserve.checkpoint.tokenizer_read import read_gguf_tokenizer, read_hf_tokenizer
+from jaxserve.checkpoint.tokenizer_read import read_hf_tokenizer
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoint.files import byte_tokenizer_metadata, write_gguf

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.convert import convert
-from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams
@@ -71,12 +70,7 @@ def assert_near(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> N
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
 
 
-def with_known_gaps(names: list[str]) -> list[object]:
-    gap = pytest.mark.xfail(raises=CheckpointError, strict=True, reason="Phi-3's fused tensors are not read yet")
-    return [pytest.param(name, marks=[gap] if name == "phi3" else []) for name in names]
-
-
-@pytest.mark.parametrize("name", with_known_gaps(NAMES))
+@pytest.mark.parametrize("name", NAMES)
 def test_prefill_and_greedy_steps_equal_transformers(name: str, golden: Callable[[str], Golden]) -> None:
     reference = golden(name)
     model, prompt = reference.model(), reference.prompt_ids

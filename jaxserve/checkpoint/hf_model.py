@@ -1,0 +1,69 @@
+"""Opens a Hugging Face folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.checkpoint.assemble import Assembler
+from jaxserve.checkpoint.hf_config import family_of_config, model_config_from_hf
+from jaxserve.checkpoint.opened_model import OpenModel, ignored_files
+from jaxserve.checkpoint.safetensors_source import SafetensorsSource, has_safetensors, weight_files
+from jaxserve.checkpoint.tokenizer_files import read_json
+from jaxserve.checkpoint.tokenizer_read import eos_token_ids_from_configs, read_hf_tokenizer
+from jaxserve.checkpoint.torch_source import BinSource, bin_files
+from jaxserve.checkpoint.trusted_files import checked_file
+
+# All that says what a model is, beside its weights: it travels with a converted checkpoint, and comes back on export.
+SETTING_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def open_huggingface(folder: Path, dtype: np.dtype | None) -> Iterator[OpenModel]:
+    """Check all of a Hugging Face folder that can be told without reading the weights.
+
+    Args:
+        dtype: of the arrays it will give, but for the norms; None: as the files have them.
+
+    Raises:
+        CheckpointError: if it is incomplete, damaged or not supported.
+    """
+    config = read_json(checked_file(folder, "config.json"))
+    tokenizer = read_hf_tokenizer(folder)
+    settings = tokenizer.settings if tokenizer else None
+    where = str(folder / "config.json")
+    model_config = model_config_from_hf(
+        config,
+        eos_token_ids=settings.eos_token_ids if settings else eos_token_ids_from_configs(folder),
+        bos_token_id=settings.bos_token_id if settings else config.get("bos_token_id"),
+        where=where,
+    )
+    family = family_of_config(config, where)
+    carried = tuple(checked_file(folder, name) for name in SETTING_FILES if (folder / name).exists())
+    weights, source = _weights(folder)
+    with source:
+        files = (*weights, *carried)
+        assembler = Assembler.checked(source, family.names, model_config, dtype, str(folder))
+        yield OpenModel(
+            assembler=assembler,
+            tokenizer=tokenizer,
+            files=files,
+            carried=carried,
+            ignored=ignored_files(folder, (*files, *folder.glob("*.index.json"))),
+            source="huggingface",
+            name=folder.resolve().name,
+            architecture=family.architecture,
+        )
+
+
+def _weights(folder: Path) -> tuple[list[Path], SafetensorsSource | BinSource]:
+    """Safetensors where there are some; pickled weights otherwise."""
+    if not has_safetensors(folder) and (pickled := bin_files(folder)):
+        return pickled, BinSource(pickled)
+    return weight_files(folder), SafetensorsSource(folder)

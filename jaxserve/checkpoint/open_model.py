@@ -1,0 +1,58 @@
+"""Opens a model in whatever format it comes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.hf_model import open_huggingface
+from jaxserve.checkpoint.manifest import is_converted
+from jaxserve.checkpoint.opened_model import OpenModel
+from jaxserve.checkpoint.tensor_source import BFLOAT16
+
+DTYPES: dict[str, np.dtype | None] = {
+    "auto": None,
+    "float32": np.dtype(np.float32),
+    "bfloat16": BFLOAT16,
+    "float16": np.dtype(np.float16),
+}
+
+
+@contextlib.contextmanager
+def open_model(path: Path, dtype: str = "auto") -> Iterator[OpenModel]:
+    """Open a model and check all that can be told without reading its weights, and without starting a JAX backend.
+
+    Args:
+        path: a Hugging Face folder, a folder in Meta's layout (`params.json`), or a GGUF file.
+        dtype: of the arrays it will give, but for the norms; "auto": as the file has them (quantized: float32).
+
+    Raises:
+        CheckpointError: if it is none of them, or incomplete, damaged or not supported.
+    """
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{dtype=} must be one of {', '.join(DTYPES)}")
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    if is_converted(path):
+        raise CheckpointError(f"{path} is a converted checkpoint already")
+    if path.is_file():
+        from jaxserve.checkpoint.gguf_model import open_gguf  # here: its library is only for such files
+
+        opened = open_gguf(path, DTYPES[dtype])
+    elif (path / "config.json").exists():
+        opened = open_huggingface(path, DTYPES[dtype])
+    elif (path / "params.json").exists():
+        from jaxserve.checkpoint.meta_model import open_meta  # here: it needs torch, an extra
+
+        opened = open_meta(path, DTYPES[dtype])
+    else:
+        raise CheckpointError(
+            f"{path} is no model: it has neither config.json (Hugging Face) nor params.json (Meta) nor jaxserve.json "
+            "(converted)"
+        )
+    with opened as model:
+        yield model

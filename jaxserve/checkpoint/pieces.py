@@ -1,0 +1,89 @@
+"""How a checkpoint is cut into pieces, each written, resumed and restored by itself: embedding, every layer, the head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxserve.config import ModelConfig
+from jaxserve.models.params import LlamaParams
+from jaxserve.sharding.rules import LOGICAL_TO_MESH
+
+EMBEDDING_PIECE = "embedding"
+HEAD_PIECE = "head"  # the final norm, and the output head where it is not the embedding
+_LAYER_PIECE = "layer_{:03d}"
+
+
+def layer_piece(layer: int) -> str:
+    return _LAYER_PIECE.format(layer)
+
+
+def piece_names(config: ModelConfig) -> tuple[str, ...]:
+    """All pieces, in the order in which they are converted."""
+    return (EMBEDDING_PIECE, *(layer_piece(layer) for layer in range(config.num_layers)), HEAD_PIECE)
+
+
+def by_piece(tree: LlamaParams) -> dict[str, dict[str, Any]]:
+    """The leaves of a model (arrays, specs, shardings) by piece and by name within it, without what is None.
+
+    A weight that is itself a structure of several arrays has names such as "wqkv/scales".
+    """
+    pieces: dict[str, dict[str, Any]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        piece, name = _place(path)
+        pieces.setdefault(piece, {})[name] = leaf
+    return pieces
+
+
+def from_pieces(pieces: dict[str, dict[str, Any]], like: LlamaParams) -> LlamaParams:
+    """The inverse of `by_piece`: a model with the structure of `like`."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
+    places = [_place(path) for path, _ in paths]
+    return jax.tree.unflatten(structure, [pieces[piece][name] for piece, name in places])
+
+
+def path_names(path: tuple[Any, ...]) -> list[str]:
+    """The names of fields and the numbers of items that lead to a leaf, from jax's path to it."""
+    return [str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", None)))) for key in path]
+
+
+def _place(path: tuple[Any, ...]) -> tuple[str, str]:
+    names = path_names(path)
+    if names[0] == "layers":
+        return layer_piece(int(names[1])), "/".join(names[2:])
+    return EMBEDDING_PIECE if names[0] == "embedding" else HEAD_PIECE, "/".join(names)
+
+
+@dataclass(frozen=True)
+class StoredLayout:
+    """How one array lies on the disk: in chunks along the axis that tensor parallelism cuts.
+
+    A chunk is the least that is read. With chunks that end where the shards of every possible tensor-parallel size end,
+    each device reads its own bytes and no others.
+
+    Attributes:
+        shape: as stored: that axis may be split in two, the number of chunks and what is in each, which moves no byte.
+        axis: of the chunks; None: the array is one chunk.
+    """
+
+    shape: tuple[int, ...]
+    axis: int | None
+
+
+def stored_layout(shape: tuple[int, ...], logical_axes: tuple[str, ...], num_heads: int) -> StoredLayout:
+    """The layout of an array with these axes.
+
+    Args:
+        num_heads: of the model: tensor-parallel sizes are divisors of it, so as many chunks suit all of them.
+    """
+    axis = next((index for index, name in enumerate(logical_axes) if name in LOGICAL_TO_MESH), None)
+    if axis is None:
+        return StoredLayout(shape, None)
+    size = shape[axis]
+    chunks = math.gcd(size, num_heads)
+    if chunks in (1, size):
+        return StoredLayout(shape, axis if chunks > 1 else None)
+    return StoredLayout((*shape[:axis], chunks, size // chunks, *shape[axis + 1 :]), axis)

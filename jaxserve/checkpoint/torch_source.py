@@ -1,0 +1,120 @@
+"""Tensors of PyTorch's own files (`.bin`, `.pth`), through its weights-only loader and nothing else.
+
+Such files are pickles, which run code when they are opened plainly. The loader that takes tensors alone needs torch, which
+is no dependency of jaxserve: it comes with the extra `torch`.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.tensor_source import BFLOAT16
+from jaxserve.checkpoint.tokenizer_files import error_line
+from jaxserve.checkpoint.trusted_files import checked_file, index_of_files
+
+BIN_FILE = "pytorch_model.bin"
+BIN_INDEX_FILE = "pytorch_model.bin.index.json"
+
+
+def bin_files(folder: Path) -> list[Path]:
+    """The pickled weights of a Hugging Face folder, all there and inside it; empty: it has none.
+
+    Raises:
+        CheckpointError: if a file of the index is missing, or leaves the folder.
+    """
+    if (folder / BIN_INDEX_FILE).exists():
+        names = sorted(set(index_of_files(folder, BIN_INDEX_FILE).values()))
+        return [checked_file(folder, name) for name in names]
+    return [checked_file(folder, BIN_FILE)] if (folder / BIN_FILE).exists() else []
+
+
+def load_tensors(path: Path) -> dict[str, Any]:
+    """The tensors of one file, mapped and not read where the file's format allows it.
+
+    Raises:
+        CheckpointError: without torch; if the file is damaged; if it holds anything but tensors by name.
+    """
+    try:
+        import torch  # pyright: ignore[reportMissingImports]  # here: an extra, and seconds to import
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path.name} holds pickled weights, which only torch can open without running what is in them: get the "
+            "model's safetensors version, or pip install 'jaxserve[torch]'"
+        ) from error
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # UnpicklingError for what is no tensor, others for what is damaged
+        raise CheckpointError(
+            f"{path} is damaged, or holds more than tensors, which is never opened ({error_line(error)[:200]}): get the "
+            "model's safetensors version"
+        ) from error
+    tensors = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else None
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
+    ):
+        raise CheckpointError(f"{path} must hold tensors by name and nothing else: get the model's safetensors version")
+    return tensors
+
+
+def numpy_dtype(tensor: Any, where: str) -> np.dtype:
+    """Raises CheckpointError for a dtype that weights cannot have."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    dtypes = {
+        "float64": np.dtype(np.float64),
+        "float32": np.dtype(np.float32),
+        "float16": np.dtype(np.float16),
+        "bfloat16": BFLOAT16,
+    }
+    if name not in dtypes:
+        raise CheckpointError(f"{where} has dtype {name}, which is not supported")
+    return dtypes[name]
+
+
+def to_numpy(tensor: Any, where: str) -> np.ndarray:
+    """A copy of a tensor's values."""
+    dtype = numpy_dtype(tensor, where)
+    if dtype != BFLOAT16:
+        return np.array(tensor.numpy())
+    return np.array(tensor.contiguous().view(dtype=_torch_int16(tensor)).numpy()).view(BFLOAT16)
+
+
+def _torch_int16(tensor: Any) -> Any:
+    return tensor.new_empty(0).short().dtype  # NumPy knows no bfloat16: its bits travel as 16-bit integers
+
+
+class BinSource:
+    """A `TensorSource` over the pickled files of a Hugging Face folder."""
+
+    def __init__(self, files: list[Path]) -> None:
+        """Raises CheckpointError as `load_tensors`, or if two files have a tensor of one name."""
+        self._tensors: dict[str, tuple[Any, Path]] = {}
+        for path in files:
+            for name, tensor in load_tensors(path).items():
+                if name in self._tensors:
+                    raise CheckpointError(f"{path}: tensor {name!r} is also in {self._tensors[name][1].name}")
+                self._tensors[name] = (tensor, path)
+
+    def __enter__(self) -> BinSource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._tensors.clear()
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name][0].shape)
+
+    def dtype(self, name: str) -> np.dtype:
+        tensor, path = self._tensors[name]
+        return numpy_dtype(tensor, f"{path}: tensor {name!r}")
+
+    def read(self, name: str) -> np.ndarray:
+        tensor, path = self._tensors[name]
+        return to_numpy(tensor, f"{path}: tensor {name!r}")

@@ -1,0 +1,47 @@
+"""Files of a model's folder, by names that other files of it give: none may lead out of the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.tokenizer_files import read_json
+
+
+def checked_file(folder: Path, name: str) -> Path:
+    """A file inside a folder, by the name that some other file gives it.
+
+    Links may lead anywhere inside the folder, or inside the repository's root of a Hugging Face Hub cache (where
+    `snapshots/REVISION/FILE` is a link to `blobs/HASH`), and nowhere else.
+
+    Raises:
+        CheckpointError: for a name that leaves the folder, or a file that is not there. Nothing is opened.
+    """
+    if Path(name).is_absolute() or len(Path(name).parts) != 1 or name in ("", ".", ".."):
+        raise CheckpointError(f"{folder}: refuses the file name {name!r}: it must be a plain name inside the folder")
+    path = folder / name
+    if not path.exists():
+        raise CheckpointError(f"{folder}: {name} is missing: fetch the checkpoint again")
+    if not path.resolve().is_relative_to(_allowed_root(folder)):
+        raise CheckpointError(f"{folder}: refuses {name}: it is a link that leaves the folder")
+    return path
+
+
+def _allowed_root(folder: Path) -> Path:
+    resolved = folder.resolve()
+    repository = resolved.parent.parent
+    if resolved.parent.name == "snapshots" and (repository / "blobs").is_dir():
+        return repository
+    return resolved
+
+
+def index_of_files(folder: Path, index_file: str) -> dict[str, str]:
+    """The `weight_map` of an index: the file of each tensor. The names are not yet checked.
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
+    weight_map = read_json(checked_file(folder, index_file)).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{folder / index_file}: weight_map must map tensor names to file names")
+    return weight_map

@@ -1,0 +1,148 @@
+"""A conversion on its way: a folder beside the destination that a later run can go on with after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from jaxserve.checkpoint.atomic import disk_message, flush, flush_folder, remove
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.manifest import WEIGHTS_FOLDER, ArrayInfo, file_sizes
+from jaxserve.checkpoint.tokenizer_files import read_json
+
+logger = logging.getLogger(__name__)
+
+_STATE_FILE = "conversion.json"
+_LOCK_FILE = "conversion.lock"
+
+
+class UnfinishedFolder:
+    """Where a conversion writes. It is renamed when it is whole.
+
+    Attributes:
+        path: of the folder.
+        weights: the folder in it that each piece gets a folder in.
+        finished: pieces that are written, flushed, and were told so, with their arrays.
+    """
+
+    def __init__(self, path: Path, origin: Mapping[str, Any]) -> None:
+        """Takes over what an earlier run of the same conversion finished, and drops what that was at.
+
+        Args:
+            origin: what is converted, and how: hashes of its files, dtype, quantization; JSON's types only.
+
+        Raises:
+            CheckpointError: if the earlier run had another origin.
+        """
+        self.path, self.weights = path, path / WEIGHTS_FOLDER
+        self.finished: dict[str, dict[str, ArrayInfo]] = {}
+        self._origin = dict(origin)
+        if (path / _STATE_FILE).exists():
+            earlier = read_json(path / _STATE_FILE)
+            if earlier.get("origin") != self._origin:
+                raise CheckpointError(
+                    f"{path} is an unfinished conversion of another model or with other options: remove it, or convert "
+                    "without --resume"
+                )
+            self.finished = {
+                piece: {name: ArrayInfo.from_json(info) for name, info in arrays.items()}
+                for piece, arrays in earlier.get("finished", {}).items()
+            }
+        self.weights.mkdir(exist_ok=True)
+        for entry in list(self.weights.iterdir()):
+            if entry.name not in self.finished:
+                remove(entry)
+        self._write_state()
+
+    def add_finished(self, piece: str, arrays: dict[str, ArrayInfo]) -> None:
+        """Note that a piece is written, so that it is not written again."""
+        flush(self.weights / piece)
+        self.finished[piece] = arrays
+        self._write_state()
+
+    def written_files(self) -> dict[str, int]:
+        """Path and size of each file that will be there in the end, but for the manifest."""
+        return {name: size for name, size in file_sizes(self.path).items() if name not in (_STATE_FILE, _LOCK_FILE)}
+
+    def _write_state(self) -> None:
+        state = self.path / _STATE_FILE
+        aside = state.with_suffix(".new")
+        finished = {
+            piece: {name: dataclasses.asdict(info) for name, info in arrays.items()}
+            for piece, arrays in self.finished.items()
+        }
+        aside.write_text(json.dumps({"origin": self._origin, "finished": finished}), encoding="utf-8")
+        flush(aside)
+        aside.replace(state)
+        flush_folder(self.path)
+
+
+@contextlib.contextmanager
+def unfinished_folder(destination: Path, origin: Mapping[str, Any], *, resume: bool) -> Iterator[UnfinishedFolder]:
+    """A folder to convert into; when the body ends, it gets the destination's name.
+
+    Args:
+        origin: see `UnfinishedFolder`.
+        resume: go on with what an earlier run left, and leave what is finished if this one fails. Otherwise an earlier
+            run's folder is cleared, and this one's is removed if it fails; a kill leaves it in either case.
+
+    Raises:
+        CheckpointError: if another process is at it, the destination exists, or the file system refuses.
+    """
+    path = unfinished_path(destination)
+    lock = filelock.FileLock(path / _LOCK_FILE, timeout=0)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise CheckpointError(f"another process is making {destination}: wait for it") from error
+    except OSError as error:
+        raise CheckpointError(disk_message(error, destination)) from error
+    try:
+        if not resume:
+            _clear(path)
+        yield UnfinishedFolder(path, origin)
+        _finish(path, destination)
+    except BaseException as error:
+        if not resume:
+            remove(path)
+        if isinstance(error, OSError):
+            raise CheckpointError(disk_message(error, destination)) from error
+        raise
+    finally:
+        lock.release()
+
+
+def unfinished_path(destination: Path) -> Path:
+    return destination.parent / f".{destination.name}.convert.partial"
+
+
+def _clear(path: Path) -> None:
+    left = [entry for entry in path.iterdir() if entry.name != _LOCK_FILE]
+    if left:
+        logger.warning("%s: starting over what an earlier run left unfinished (--resume goes on with it)", path)
+    for entry in left:
+        remove(entry)
+
+
+def _finish(path: Path, destination: Path) -> None:
+    remove(path / _STATE_FILE)
+    flush(path)
+    if destination.exists() or destination.is_symlink():
+        raise CheckpointError(f"{destination} exists: remove it or choose another folder")
+    try:
+        path.rename(destination)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise CheckpointError(f"{destination} exists: remove it or choose another folder") from error
+        raise
+    flush_folder(destination.parent)
+    remove(destination / _LOCK_FILE)
