@@ -11,6 +11,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "gpu"]
 LoadFormat = Literal["auto", "dummy"]
 AccessLog = Literal["json", "text", "none"]
+SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,10 @@ class EngineConfig:
         max_num_queued_requests: requests that may wait; one more is refused.
         max_num_queued_tokens: prompt tokens that may wait to be computed; a request that brings more is refused, unless
             none wait. None: any number.
+        scheduling_policy: "fcfs": first come, first served; "priority": smaller `priority` of a request first; "sjf":
+            shortest prompt first. The last two let nobody starve: waiting outweighs both.
+        max_tpot_ms: how long a step may take at most while somebody decodes, which bounds how much of a prompt rides along;
+            None: twice what it takes without any prompt; infinity: as long as it takes.
         enable_prefix_caching: prompts that begin alike share what is computed of them, as long as memory keeps it.
         load_format: "auto": weights from the checkpoint; "dummy": seeded random weights of a named architecture, for
             benchmarks.
@@ -140,6 +145,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     max_num_queued_requests: int = 1024
     max_num_queued_tokens: int | None = None
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    max_tpot_ms: float | None = None
     enable_prefix_caching: bool = True
     load_format: LoadFormat = "auto"
 
@@ -168,6 +175,10 @@ class EngineConfig:
             raise ValueError(f"device={self.device!r} must be one of auto, cpu, gpu")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format={self.load_format!r} must be auto or dummy")
+        if self.scheduling_policy not in ("fcfs", "priority", "sjf"):
+            raise ValueError(f"scheduling_policy={self.scheduling_policy!r} must be fcfs, priority or sjf")
+        if self.max_tpot_ms is not None and not self.max_tpot_ms > 0.0:
+            raise ValueError(f"max_tpot_ms={self.max_tpot_ms} must be positive")
         if self.max_num_queued_requests < 0:
             raise ValueError(f"max_num_queued_requests={self.max_num_queued_requests} must not be negative")
 

@@ -9,7 +9,7 @@ import typer
 
 from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
-from jaxserve.cli.options import DTypeName, PrefixCaching, Verbose
+from jaxserve.cli.options import DTypeName, MaxTpotMs, PrefixCaching, SchedulingPolicyName, Verbose
 from jaxserve.cli.progress import progress_on
 from jaxserve.config import EngineConfig
 
@@ -29,6 +29,8 @@ def bench(
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
     dtype: DTypeName = "auto",
     enable_prefix_caching: PrefixCaching = False,
+    scheduling_policy: SchedulingPolicyName = "fcfs",
+    max_tpot_ms: MaxTpotMs = None,
     output: Annotated[Path | None, typer.Option(help="JSON file for every figure.")] = None,
     verbose: Verbose = 0,
 ) -> None:
@@ -43,6 +45,8 @@ def bench(
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
             enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            max_tpot_ms=max_tpot_ms,
             load_format="dummy",
         )
         _measure(model, config, workload, _parse_list(concurrency), num_requests, temperature, output)

@@ -41,6 +41,18 @@ PrefixCaching = Annotated[
         help="Share what is computed of prompts that begin alike.",
     ),
 ]
+MaxTpotMs = Annotated[
+    float | None,
+    typer.Option(
+        metavar="MS",
+        help="Longest step while answers are generated, which bounds how much of a prompt rides along; "
+        "unset: twice a step without any; inf: no bound.",
+    ),
+]
+SchedulingPolicyName = Annotated[
+    Literal["fcfs", "priority", "sjf"],
+    typer.Option(help="Whose turn comes first: who came first, whose priority is smaller, or whose prompt is shorter."),
+]
 DeviceName = Annotated[Literal["auto", "cpu", "gpu"], typer.Option(help="Where the model runs.")]
 Verbose = Annotated[
     int,

@@ -18,6 +18,8 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.step_pace import StepPace
+from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.params import LlamaParams, init_params, param_specs
 from jaxserve.progress import Progress
@@ -96,17 +98,18 @@ def build_engine(
         num_pages=limits.num_pages,
         page_size=limits.page_size,
     )
+    buckets = make_buckets(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        limits.max_prefill_rows,
+        few_programs=_platform(mesh) == "cpu",
+    )
     runner = ModelRunner(
         model_config,
         params,
         mesh=mesh,
         sizes=sizes,
-        buckets=make_buckets(
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-            limits.max_prefill_rows,
-            few_programs=_platform(mesh) == "cpu",
-        ),
+        buckets=buckets,
         cache_dtype=dtype,
         layerwise=_platform(mesh) == "cpu",
         program_folder=program_folder(),
@@ -122,7 +125,14 @@ def build_engine(
             dtype=dtype.name,  # pyright: ignore[reportArgumentType] - one of DType's names
         ),
         model_config=model_config,
-        scheduler=Scheduler(limits, prefix_caching=config.enable_prefix_caching),
+        scheduler=Scheduler(
+            limits,
+            prefix_caching=config.enable_prefix_caching,
+            order=SchedulingOrder(config.scheduling_policy),
+            pace=StepPace(
+                buckets.prefill_tokens, goal=None if config.max_tpot_ms is None else config.max_tpot_ms / 1e3
+            ),
+        ),
         runner=runner,
         device_kind=mesh.devices.flat[0].device_kind,
     )

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,9 +37,11 @@ class EngineStats:
     num_waiting: int
     num_pages: int
     num_free_pages: int
+    num_cached_pages: int
     num_preemptions: int
     num_steps: int
     prompt_tokens: int
+    cached_prompt_tokens: int
     generation_tokens: int
     finished: dict[str, int]
     uptime_s: float
@@ -90,8 +93,18 @@ class EngineClient:
         """Whether new requests are taken."""
         return not (self._draining or self._stopped or self.failure)
 
-    def submit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> GenerationStream:
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> GenerationStream:
         """Queues a request; must be called on a running event loop, which its outputs come to.
+
+        Args:
+            cache_salt, priority: as `Request` has them.
 
         Raises:
             RequestError: the request can never be served as asked.
@@ -100,11 +113,17 @@ class EngineClient:
         """
         request_id = self._new_id()
         stream = GenerationStream(request_id, sampling.n, self.abort)
-        self._submit(request_id, prompt_token_ids, sampling, stream)
+        self._submit(request_id, prompt_token_ids, sampling, stream, cache_salt, priority)
         return stream
 
     def submit_with_callback(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, on_output: Callable[[RequestOutput], None]
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_output: Callable[[RequestOutput], None],
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> str:
         """As `submit`, for code without an event loop: `on_output` is called in the engine thread and must be quick.
 
@@ -114,12 +133,30 @@ class EngineClient:
             The request's id, for `abort`.
         """
         request_id = self._new_id()
-        self._submit(request_id, prompt_token_ids, sampling, on_output)
+        self._submit(request_id, prompt_token_ids, sampling, on_output, cache_salt, priority)
         return request_id
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one choice of it; unknown ones are left alone."""
         self._loop.abort(request_id, index)
+
+    def flush_prefix_cache(self) -> Future[int]:
+        """Forgets what is kept of prompts, but for what running requests use; the result is how many pages that frees."""
+        return self._loop.call(self._scheduler.pages.flush)
+
+    def pin_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        """Computes the pages of a prompt, and keeps them for as long as memory can be had from others. Blocks.
+
+        Raises:
+            RequestError: it is too long.
+            EngineStoppedError: the engine was shut down or failed meanwhile.
+        """
+        self._loop.call(lambda: self._scheduler.pages.pin(prompt_token_ids)).result()
+        ended: Future[RequestOutput] = Future()
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        self.submit_with_callback(prompt_token_ids, sampling, ended.set_result)
+        if ended.result().finish_reason == "error":
+            raise EngineStoppedError(f"the pinned prompt was not computed: {ended.result().error}")
 
     def start_draining(self) -> None:
         """Takes no new requests from now on; those that run go on."""
@@ -146,9 +183,11 @@ class EngineClient:
             num_waiting=len(scheduler.waiting),
             num_pages=scheduler.pages.num_pages,
             num_free_pages=scheduler.pages.num_free,
+            num_cached_pages=scheduler.pages.num_cached,
             num_preemptions=scheduler.num_preemptions,
             num_steps=loop.num_steps,
             prompt_tokens=scheduler.num_prompt_tokens,
+            cached_prompt_tokens=scheduler.num_cached_tokens,
             generation_tokens=scheduler.num_generation_tokens,
             finished=dict(scheduler.finished),
             uptime_s=time.monotonic() - self._started_at,
@@ -174,9 +213,18 @@ class EngineClient:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         receiver: GenerationStream | Callable[[RequestOutput], None],
+        cache_salt: str | None,
+        priority: int,
     ) -> None:
-        self._check(prompt_token_ids, sampling)
-        request = Request(request_id, tuple(prompt_token_ids), sampling, arrival_time=time.monotonic())
+        self._check(prompt_token_ids, sampling, priority)
+        request = Request(
+            request_id,
+            tuple(prompt_token_ids),
+            sampling,
+            arrival_time=time.monotonic(),
+            cache_salt=cache_salt,
+            priority=priority,
+        )
         choices = self._make_sequences(request)
         with self._lock:
             if not self.is_ready:
@@ -206,7 +254,13 @@ class EngineClient:
                 f"{num_choices * num_prompt_tokens} more; try again later, or raise --max-num-queued-tokens"
             )
 
-    def _check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def _check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, priority: int) -> None:
+        if priority and self.config.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority={priority} has no effect under the scheduling policy {self.config.scheduling_policy!r}: "
+                "leave it out, or start the engine with --scheduling-policy priority",
+                parameter="priority",
+            )
         vocab_size = self.model_config.vocab_size
         biased = [token for token, _ in sampling.logit_bias]
         for name, ids in (

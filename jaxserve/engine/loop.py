@@ -7,10 +7,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.engine.request import RequestError, RequestOutput
+from jaxserve.engine.request import EngineStoppedError, RequestError, RequestOutput
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.schedule import ScheduledBatch
 from jaxserve.engine.scheduler import Scheduler
@@ -54,6 +55,18 @@ class _Abort:
 
 
 @dataclass(frozen=True)
+class _Call:
+    function: Callable[[], Any]
+    result: Future[Any]
+
+    def run(self) -> None:
+        try:
+            self.result.set_result(self.function())
+        except Exception as error:
+            self.result.set_exception(error)
+
+
+@dataclass(frozen=True)
 class _Stop:
     pass
 
@@ -75,7 +88,7 @@ class EngineLoop:
         self._runner = runner
         self._sink = sink
         self._on_failure = on_failure
-        self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Call | _Stop] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._live: set[tuple[str, int]] = set()
         self._stopping = False
@@ -99,6 +112,19 @@ class EngineLoop:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request or one of its choices. Any thread."""
         self._commands.put(_Abort(request_id, index))
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Runs a function in the engine's thread, between steps; it must be quick. Any thread.
+
+        The result raises `EngineStoppedError` if the thread has ended.
+        """
+        call = _Call(function, Future())
+        with self._end_lock:
+            if not self._ended:
+                self._commands.put(call)
+                return call.result
+        call.result.set_exception(EngineStoppedError("the engine has stopped"))
+        return call.result
 
     def stop(self, timeout: float | None = None) -> None:
         """Ends the thread; requests that still run get an error output."""
@@ -143,6 +169,7 @@ class EngineLoop:
                 fetched_at = time.perf_counter()
                 outputs = self._scheduler.update(pending[0], sampled)
                 self._deliver(outputs)
+                self._scheduler.observe_step(pending[0], fetched_at - last_fetch)
                 self._count_step(fetched_at - last_fetch, host_time if waited_for_host and launched else 0.0)
                 last_fetch = fetched_at
             pending = None if launched is None else (batch, launched)
@@ -172,6 +199,8 @@ class EngineLoop:
                     self._add(sequences)
                 case _Abort(request_id, index):
                     self._scheduler.abort(request_id, index)
+                case _Call():
+                    command.run()
                 case _Stop():
                     self._stopping = True
                     return
@@ -200,5 +229,7 @@ class EngineLoop:
             command = self._commands.get()
             if isinstance(command, _Add):
                 self._live.update((sequence.request.request_id, sequence.index) for sequence in command.sequences)
+            elif isinstance(command, _Call):
+                command.result.set_exception(EngineStoppedError("the engine has stopped"))
         live = sorted(self._live)
         self._deliver([RequestOutput(*key, (), finish_reason="error", error=message) for key in live])

@@ -22,6 +22,7 @@ class Request:
         request_id: the engine's own id, unique among live requests (never a client's).
         arrival_time: `time.monotonic()` seconds at submission.
         cache_salt: only requests with the same salt share KV pages; None: those without one do.
+        priority: under the policy "priority", requests with a smaller one go first.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class Request:
     sampling: SamplingParams
     arrival_time: float
     cache_salt: str | None = None
+    priority: int = 0
 
     @cached_property
     def prompt_bytes(self) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxserve.engine.logprobs import take_prompt_logprobs, token_logprobs
@@ -12,6 +14,8 @@ from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import FinishReason, RequestError, RequestOutput
 from jaxserve.engine.schedule import DecodeRow, LogprobRows, PrefillChunk, SampledTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence, SequenceStatus
+from jaxserve.engine.step_pace import StepPace
+from jaxserve.engine.waiting_queue import SchedulingOrder, WaitingQueue, turn_of
 
 
 @dataclass(frozen=True)
@@ -56,18 +60,31 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Decode first, then prefill chunks in the order of arrival, under a token budget.
+    """Decode first, then prefill chunks in the order of their turns, under a token budget.
 
-    A sequence that needs a page when none is free takes those of the one that was admitted last, which starts over later
+    A sequence that needs a page when none is free takes those of the one whose turn comes last, which starts over later
     from its known tokens (recomputation). The first in line can always preempt every other, and no request is taken that
     does not fit alone, so that something always advances.
+
+    Args:
+        order: whose turn comes first.
+        pace: how much prefill a step may take on beside those who decode; None: as much as `limits` allow.
+        clock: seconds, of which outputs tell when they came.
     """
 
-    def __init__(self, limits: SchedulerLimits, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        *,
+        prefix_caching: bool = True,
+        order: SchedulingOrder | None = None,
+        pace: StepPace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.limits = limits
         self.pages = PagePool(limits.num_pages, limits.page_size, caching=prefix_caching)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in the order of admission
+        self.waiting = WaitingQueue(order or SchedulingOrder())
+        self.running: list[Sequence] = []  # in the order of their turns
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -76,6 +93,9 @@ class Scheduler:
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._by_request: dict[str, list[Sequence]] = {}
         self._pending_outputs: list[RequestOutput] = []
+        self._pace = pace
+        self._clock = clock
+        self._refused: tuple[Sequence, int] | None = None  # the first in line, and free pages too few for it
 
     @property
     def has_work(self) -> bool:
@@ -92,7 +112,7 @@ class Scheduler:
             RequestError: if it can never be served, whatever else leaves.
         """
         self.limits.check_prompt(len(sequence.token_ids))
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
         self._by_request.setdefault(sequence.request.request_id, []).append(sequence)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -104,49 +124,67 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Decides the next step and counts it as launched."""
-        decode = self._schedule_decode()
-        prefill = self._schedule_prefill(self.limits.max_num_batched_tokens - len(decode))
+        decode, unfinished = self._schedule_decode()
+        prefill: list[PrefillChunk] = []
+        if unfinished or self.waiting:
+            prefill = self._schedule_prefill(unfinished, self._prefill_budget(len(decode), unfinished))
         return ScheduledBatch(decode=tuple(decode), prefill=tuple(prefill))
 
     def update(self, batch: ScheduledBatch, sampled: SampledTokens) -> list[RequestOutput]:
         """Takes in the tokens of a launched step, and says what is new for the clients."""
         outputs = self.take_pending_outputs()
-        rows = [row.sequence for row in batch.decode] + [chunk.sequence for chunk in batch.prefill]
-        first_prefill_token = 0
+        now = self._clock()
+        tokens, counts = sampled.token_ids[:, 0].tolist(), sampled.counts.tolist()
+        rows = [row.sequence for row in batch.decode]
+        if batch.prefill:
+            rows += [chunk.sequence for chunk in batch.prefill]
+            if sampled.prompt_logprobs is not None:
+                self._take_prompt_logprobs(batch, sampled.prompt_logprobs)
         for row, sequence in enumerate(rows):
-            if row >= len(batch.decode) and sampled.prompt_logprobs is not None:
-                chunk = batch.prefill[row - len(batch.decode)]
-                take_prompt_logprobs(chunk, sampled.prompt_logprobs, first_prefill_token)
-                first_prefill_token += len(chunk.token_ids)
-            if sampled.counts[row] == 0:
+            if not counts[row]:
                 continue
             sequence.num_in_flight -= 1
             if sequence.status is SequenceStatus.FINISHED:
                 self._release_if_idle(sequence)  # launched past its end: the token is discarded
                 continue
-            outputs.append(self._append(sequence, int(sampled.token_ids[row, 0]), sampled.logprobs, row))
+            outputs.append(self._append(sequence, tokens[row], sampled.logprobs, row, now))
         return outputs
+
+    def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Learns from what a step took."""
+        if self._pace is not None:
+            self._pace.observe(batch, seconds)
 
     def take_pending_outputs(self) -> list[RequestOutput]:
         """Outputs that no step gave: of aborts."""
         outputs, self._pending_outputs = self._pending_outputs, []
         return outputs
 
-    def _append(self, sequence: Sequence, token: int, logprobs: LogprobRows | None, row: int) -> RequestOutput:
+    def _take_prompt_logprobs(self, batch: ScheduledBatch, rows: LogprobRows) -> None:
+        first = 0
+        for chunk in batch.prefill:
+            take_prompt_logprobs(chunk, rows, first)
+            first += len(chunk.token_ids)
+
+    def _append(
+        self, sequence: Sequence, token: int, logprobs: LogprobRows | None, row: int, now: float
+    ) -> RequestOutput:
         sequence.token_ids.append(token)
         self.num_generation_tokens += 1
-        if len(sequence.token_ids) >= sequence.next_full_page:
+        num_tokens = len(sequence.token_ids)
+        num_output = num_tokens - sequence.num_prompt_tokens
+        if num_tokens >= sequence.next_full_page:
             self.pages.keep_full_pages(sequence)
         reason: FinishReason | None = None
         stop_token: int | None = None
         if token in sequence.stop_token_ids:
             reason, stop_token = "stop", token
-        elif sequence.num_output_tokens >= sequence.max_output_tokens:
+        elif num_output >= sequence.max_output_tokens:
             reason = "length"
         if reason is not None:
             self._finish(sequence, reason)
         wanted = sequence.request.sampling.logprobs
-        is_first = sequence.num_output_tokens == 1
+        is_first = num_output == 1
         return RequestOutput(
             sequence.request.request_id,
             sequence.index,
@@ -156,18 +194,24 @@ class Scheduler:
             num_cached_tokens=sequence.num_cached_tokens,
             logprobs=None if wanted is None or logprobs is None else (token_logprobs(token, logprobs, row, wanted),),
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first and sequence.prompt_logprobs else None,
-            time=time.monotonic(),
+            time=now,
             scheduled_time=sequence.scheduled_time,
         )
 
-    def _schedule_decode(self) -> list[DecodeRow]:
+    def _schedule_decode(self) -> tuple[list[DecodeRow], list[Sequence]]:
+        """A row for each sequence that decodes; and those that run with known tokens left to compute, in their order."""
         rows: list[DecodeRow] = []
+        unfinished: list[Sequence] = []
+        page_size = self.limits.page_size
         # Preemption takes from the end of `running`: it never hits a row that was collected before.
         for sequence in list(self.running):
-            if not sequence.is_decoding or sequence.is_complete_when_fetched:
+            if not sequence.is_decoding:
+                unfinished.append(sequence)
+                continue
+            if sequence.is_complete_when_fetched:
                 continue
             page, page_index = -1, -1
-            if sequence.num_computed == len(sequence.pages) * self.limits.page_size:
+            if sequence.num_computed == len(sequence.pages) * page_size:
                 pages = self._allocate_or_preempt(sequence)
                 if pages is None:
                     continue
@@ -176,26 +220,34 @@ class Scheduler:
             rows.append(DecodeRow(sequence, sequence.slot, page, page_index))
             sequence.num_computed += 1
             sequence.num_in_flight += 1
-        return rows
+        return rows, [sequence for sequence in unfinished if sequence.status is SequenceStatus.RUNNING]
 
-    def _schedule_prefill(self, budget: int) -> list[PrefillChunk]:
+    def _prefill_budget(self, num_decode: int, unfinished: list[Sequence]) -> int:
+        """Prompt tokens that this step may compute."""
+        budget = self.limits.max_num_batched_tokens - num_decode
+        if self._pace is None:
+            return budget
+        return min(budget, self._pace.prefill_budget(num_decode, unfinished[0].num_computed if unfinished else 0))
+
+    def _schedule_prefill(self, unfinished: list[Sequence], budget: int) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
-        for sequence in list(self.running):
-            if sequence.status is SequenceStatus.RUNNING and not sequence.is_decoding:
-                if budget <= 0 or len(chunks) >= self.limits.max_prefill_rows:
-                    return chunks
-                budget -= self._add_chunk(sequence, budget, chunks)
-        while self.waiting and budget > 0 and self._free_slots and len(chunks) < self.limits.max_prefill_rows:
-            sequence = self.waiting[0]
-            if sequence.num_in_flight:
+        while budget > 0 and len(chunks) < self.limits.max_prefill_rows:
+            sequence = self._next_to_prefill(unfinished)
+            if sequence is None:
                 break
-            matched = self.pages.match(sequence)
-            if not self._has_room_for(sequence, matched):
-                break  # first come, first served: nobody overtakes
-            self.waiting.popleft()
-            self._admit(sequence, matched)
             budget -= self._add_chunk(sequence, budget, chunks)
         return chunks
+
+    def _next_to_prefill(self, unfinished: list[Sequence]) -> Sequence | None:
+        """Whose turn it is, of those that run unfinished and of the first in line, which is admitted then.
+
+        If the first in line does not fit, nobody behind it is let in.
+        """
+        if self.waiting and (not unfinished or self.waiting.first.turn < unfinished[0].turn):
+            admitted = self._admit_first()
+            if admitted is not None:
+                return admitted
+        return unfinished.pop(0) if unfinished else None
 
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
         """Appends the next chunk of a running sequence, and returns its tokens (0: no page to be had in this step)."""
@@ -250,17 +302,36 @@ class Scheduler:
             return needed <= self.pages.num_free
         return needed + reserve + promised <= self.pages.num_free
 
+    def _admit_first(self) -> Sequence | None:
+        """Admits the first in line, if there is a slot and room for it."""
+        sequence = self.waiting.first
+        if sequence.num_in_flight or not self._free_slots:
+            return None
+        if self.running and self._refused is not None:
+            # While those who run only grow there is no need to look again, at every step, for pages it could share.
+            refused, num_free = self._refused
+            if refused is sequence and self.pages.num_free <= num_free:
+                return None
+        matched = self.pages.match(sequence)
+        if not self._has_room_for(sequence, matched):
+            self._refused = sequence, self.pages.num_free
+            return None
+        self._refused = None
+        self.waiting.remove(sequence)
+        self._admit(sequence, matched)
+        return sequence
+
     def _admit(self, sequence: Sequence, matched: list[PageNode]) -> None:
         sequence.slot = self._free_slots.pop()
         sequence.status = SequenceStatus.RUNNING
         self._take_cached(sequence, matched)
         if sequence.num_preemptions == 0:
             self.num_prompt_tokens += sequence.num_prompt_tokens
-            sequence.scheduled_time = time.monotonic()
-        self.running.append(sequence)
+            sequence.scheduled_time = self._clock()
+        insort(self.running, sequence, key=turn_of)
 
     def _allocate_or_preempt(self, sequence: Sequence) -> list[int] | None:
-        """A page for a sequence, if need be of those admitted after it, last first.
+        """A page for a sequence, if need be of those whose turn comes after its own, last first.
 
         None: there is none; `sequence` is itself the last, and is preempted.
         """
@@ -274,7 +345,7 @@ class Scheduler:
         return pages
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes a sequence's slot and pages; it goes to the head of the queue and starts over from its known tokens.
+        """Takes a sequence's slot and pages; it goes back into the queue and starts over from its known tokens.
 
         Its pages may be given away at once: steps run in the order of their launch, so that what a launched step still
         writes there is overwritten by the next owner. Tokens in flight are taken in when they are fetched.
@@ -286,7 +357,7 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.add_preempted(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.status is SequenceStatus.WAITING:

@@ -33,6 +33,7 @@ class Sequence:
         num_cached_tokens: prompt tokens that were found in the tree when it was first admitted.
         prompt_logprobs: what is known of the prompt's log probabilities, if they were asked for.
         slot: its row in the device's decode state, -1 without one.
+        turn: its place among those who wait and those who run; the smallest is served first and preempted last.
     """
 
     request: Request
@@ -52,6 +53,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    turn: tuple[float, int] = (0.0, 0)
     scheduled_time: float = 0.0  # `time.monotonic()` seconds of its first admission
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 

@@ -433,3 +433,58 @@ def test_stats_add_up() -> None:
     assert stats.num_steps >= 10
     assert stats.device_kind == "fake"
     assert 0.0 <= stats.host_gap <= 1.0
+
+
+def cached_tokens(client: EngineClient, prompt: list[int], **options: str) -> int:
+    collected = Collected()
+    client.submit_with_callback(prompt, SamplingParams(max_tokens=2, ignore_eos=True), collected, **options)
+    return {output.num_cached_tokens for output in collected.all()}.pop()
+
+
+def test_the_prefix_cache_is_flushed() -> None:
+    prompt = list(range(10))
+    with engine() as client:
+        assert [cached_tokens(client, prompt) for _ in range(2)] == [0, 8]
+        until(lambda: is_idle(client))
+        assert client.stats().num_cached_pages == 2
+        assert client.flush_prefix_cache().result(TIMEOUT) == 2
+        assert client.stats().num_cached_pages == 0
+        assert cached_tokens(client, prompt) == 0
+        assert client.stats().cached_prompt_tokens == 8
+
+
+def test_salts_reach_the_cache() -> None:
+    prompt = list(range(10))
+    with engine() as client:
+        told = [cached_tokens(client, prompt, cache_salt=salt) for salt in ("x", "y", "x")]
+        assert [*told, cached_tokens(client, prompt)] == [0, 0, 8, 0]
+
+
+def test_a_pinned_prompt_is_there_for_the_first_request() -> None:
+    prompt = list(range(10))
+    with engine() as client:
+        client.pin_prompt(prompt)
+        assert cached_tokens(client, [*prompt[:8], 30, 31]) == 8
+
+
+def test_a_pinned_prompt_that_cannot_be_served_is_refused() -> None:
+    with engine() as client, pytest.raises(RequestError, match="leaves no room"):
+        client.pin_prompt(list(range(30)) * 4)
+
+
+def test_priorities_have_an_effect_or_are_refused() -> None:
+    sampling = SamplingParams(max_tokens=1)
+    with engine() as client, pytest.raises(RequestError, match="--scheduling-policy priority") as refusal:
+        client.submit_with_callback([1, 2], sampling, Collected(), priority=1)
+    assert refusal.value.parameter == "priority"
+    with engine(config=EngineConfig(scheduling_policy="priority")) as client:
+        collected = Collected()
+        client.submit_with_callback([1, 2], sampling, collected, priority=1)
+        assert len(collected.tokens()) == 1
+
+
+def test_calls_into_a_stopped_engine_fail() -> None:
+    with engine() as client:
+        client.shutdown()
+        with pytest.raises(EngineStoppedError, match="has stopped"):
+            client.flush_prefix_cache().result(TIMEOUT)

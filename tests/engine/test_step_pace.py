@@ -1,0 +1,92 @@
+"""How much prefill rides along: what was measured decides, within the goal, and a prompt always goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.engine.schedule import DecodeRow, PrefillChunk, ScheduledBatch
+from jaxserve.engine.step_pace import StepPace
+from tests.engine.scheduler_harness import Harness
+
+SIZES = (16, 32, 64, 128, 256, 512)
+
+
+def batch(num_decode: int, tokens: int = 0, start: int = 0) -> ScheduledBatch:
+    harness = Harness()
+    sequence = harness.sequences[harness.add(1, max_tokens=1)]
+    decode = tuple(DecodeRow(sequence, slot, -1, -1) for slot in range(num_decode))
+    chunk = PrefillChunk(sequence, 0, start, (1,) * tokens, (), samples=False, output_index=0)
+    return ScheduledBatch(decode, (chunk,) if tokens else ())
+
+
+def learned(seconds_per_token: float, *, decode: float = 0.005, goal: float | None = None) -> StepPace:
+    """A pace that has seen every size beside eight rows."""
+    pace = StepPace(SIZES, goal=goal)
+    pace.observe(batch(8), decode)
+    for size in SIZES:
+        pace.observe(batch(8, size), decode + size * seconds_per_token)
+    return pace
+
+
+def test_nobody_decodes_so_there_is_no_bound() -> None:
+    assert learned(1.0).prefill_budget(0, 0) == 512
+
+
+def test_a_step_takes_at_most_twice_as_long_by_default() -> None:
+    assert learned(10e-6).prefill_budget(8, 0) == 256  # 2.56 ms of 5; 512 would be 5.12
+    assert learned(5e-6).prefill_budget(8, 0) == 512
+
+
+@pytest.mark.parametrize(("goal", "budget"), [(0.0064, 64), (0.008, 256), (1.0, 512)])
+def test_a_stated_goal_is_held(goal: float, budget: int) -> None:
+    assert learned(10e-6, goal=goal).prefill_budget(8, 0) == budget
+
+
+@pytest.mark.parametrize("goal", [0.001, 0.005])
+def test_a_goal_that_cannot_be_held_still_lets_prompts_go_on(goal: float) -> None:
+    assert learned(10e-6, goal=goal).prefill_budget(8, 0) == 16
+
+
+def test_long_contexts_leave_room_for_less() -> None:
+    pace = learned(10e-6)
+    assert pace.prefill_budget(8, context=32768) == 128  # three times as dear
+
+
+def test_before_anything_is_known_there_is_no_bound_but_a_stated_one_is_approached_from_below() -> None:
+    assert StepPace(SIZES).prefill_budget(8, 0) == 512
+    pace = StepPace(SIZES, goal=0.01)
+    pace.observe(batch(8), 0.005)
+    budgets = []
+    for _ in range(len(SIZES) + 1):
+        budgets.append(pace.prefill_budget(8, 0))
+        pace.observe(batch(8, budgets[-1]), 0.005 + 0.001 + 5e-6 * budgets[-1])  # a fixed part, as steps have
+    assert budgets[0] == 16
+    assert budgets == sorted(budgets)
+    assert budgets[-1] == 512
+
+
+def test_one_slow_step_does_not_rule_a_size_out() -> None:
+    pace = StepPace(SIZES, goal=0.01)
+    pace.observe(batch(8), 0.005)
+    pace.observe(batch(8, 512), 3.0)  # the first time, while something else went on
+    pace.observe(batch(8, 128), 0.005 + 128 * 5e-6)
+    assert pace.prefill_budget(8, 0) == 512
+
+
+def test_steps_are_followed_as_they_change() -> None:
+    pace = learned(10e-6)
+    for _ in range(200):
+        pace.observe(batch(8), 0.010)
+        pace.observe(batch(8, 256), 0.010 + 256 * 60e-6)
+    decode = pace.decode_seconds(8)
+    assert decode is not None
+    assert 0.0095 < decode < 0.0105
+    assert pace.prefill_budget(8, 0) == 128
+
+
+def test_rows_that_were_not_seen_take_what_their_neighbours_do() -> None:
+    pace = StepPace(SIZES)
+    assert pace.decode_seconds(4) is None
+    pace.observe(batch(2), 0.004)
+    pace.observe(batch(64), 0.008)
+    assert [pace.decode_seconds(rows) for rows in (1, 3, 5, 30, 64)] == [0.004, 0.004, 0.004, 0.008, 0.008]
