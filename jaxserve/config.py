@@ -196,7 +196,10 @@ class ServerConfig:
         served_model_name: what clients call the model; None: the name that it was asked for by.
         allow_special_tokens_in_content: whether what messages say may make control tokens, as Hugging Face has it.
         shutdown_timeout: seconds that running answers get after SIGTERM.
-        stalled_client_timeout: seconds after which a client that takes nothing of its answer is cut off.
+        stalled_client_timeout: seconds after which a client is cut off that takes nothing of its answer, sends nothing of
+            its request's body, or has not sent its request's head.
+        timeout_keep_alive: seconds that a connection is kept after an answer, for the next request.
+        max_connections: one more gets status 503; None: what the limit on open files leaves room for.
         restart_engine: whether a failed engine is built anew; otherwise the process ends.
         otlp_traces_endpoint: URL that OpenTelemetry spans are sent to, one for each request; None: none are made.
         access_log: one line for each answer.
@@ -216,6 +219,8 @@ class ServerConfig:
     allow_special_tokens_in_content: bool = False
     shutdown_timeout: float = 30.0
     stalled_client_timeout: float = 60.0
+    timeout_keep_alive: float = 75.0
+    max_connections: int | None = None
     restart_engine: bool = False
     max_body_bytes: int = 16 * 1024 * 1024
     otlp_traces_endpoint: str | None = None
@@ -239,6 +244,10 @@ class ServerConfig:
             raise ValueError(f"shutdown_timeout={self.shutdown_timeout} must not be negative")
         if self.stalled_client_timeout <= 0:
             raise ValueError(f"stalled_client_timeout={self.stalled_client_timeout} must be positive")
+        if self.timeout_keep_alive <= 0:
+            raise ValueError(f"timeout_keep_alive={self.timeout_keep_alive} must be positive")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise ValueError(f"max_connections={self.max_connections} must be at least 1")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes={self.max_body_bytes} must be at least 1")
         if self.otlp_traces_endpoint is not None and not re.fullmatch(

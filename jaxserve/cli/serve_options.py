@@ -70,7 +70,15 @@ ShutdownTimeout = Annotated[
     float, typer.Option(metavar="SECONDS", help="What running answers get to end in after SIGTERM.")
 ]
 StalledClientTimeout = Annotated[
-    float, typer.Option(metavar="SECONDS", help="After this, a client that takes nothing of its answer is cut off.")
+    float,
+    typer.Option(metavar="SECONDS", help="After this, a client that neither sends nor takes anything is cut off."),
+]
+TimeoutKeepAlive = Annotated[
+    float, typer.Option(metavar="SECONDS", help="What a connection is kept for after an answer, for the next request.")
+]
+MaxConnections = Annotated[
+    int | None,
+    typer.Option(metavar="COUNT", help="Clients' connections; one more is refused. Unset: as open files allow."),
 ]
 RestartEngine = Annotated[
     bool, typer.Option("--restart-engine", help="Build a failed engine anew, in place of ending the process.")

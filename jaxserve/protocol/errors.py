@@ -62,6 +62,13 @@ class MethodNotAllowedError(ApiError):
     type = "invalid_request_error"
 
 
+class RequestTimeoutError(ApiError):
+    """The request did not come whole in time."""
+
+    status_code = 408
+    type = "invalid_request_error"
+
+
 class RequestTooLargeError(ApiError):
     """The body is longer than the server accepts."""
 

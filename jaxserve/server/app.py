@@ -29,6 +29,7 @@ from jaxserve.server.errors import EXCEPTION_HANDLERS, json_response
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.middleware import (
     ApiKeyMiddleware,
+    ConnectionLimitMiddleware,
     LoadMiddleware,
     RequestContextMiddleware,
     RootPathMiddleware,
@@ -97,6 +98,7 @@ def _middleware(config: ServerConfig, load: ServerLoad, tracer: Tracer | None) -
             )
         )
     layers.append(Middleware(RequestContextMiddleware))
+    layers.append(Middleware(ConnectionLimitMiddleware))
     layers.append(Middleware(ApiKeyMiddleware, api_keys=config.api_keys))
     layers.append(Middleware(LoadMiddleware, load=load))
     if tracer is not None:

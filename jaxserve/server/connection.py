@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -12,11 +14,15 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from jaxserve.config import ServerConfig
-from jaxserve.protocol.errors import BadRequestError
+from jaxserve.protocol.errors import ApiError, BadRequestError, RequestTimeoutError
 
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 65536  # request line and headers together
+MAX_FILES = 65536  # open at once; more connections than that are not for one process
+RESERVED_FILES = 128  # for checkpoints, logs, the device's driver and the like
+SPARE_CONNECTIONS = 64  # over the limit, that are told so; further ones are closed without a word
+OVER_LIMIT = "over_limit"  # in the state of requests whose connection is one too many
 
 
 def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
@@ -28,6 +34,7 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
 
     class Connection(_Connection):
         stalled_timeout = config.stalled_client_timeout
+        max_connections = config.max_connections or default_max_connections()
 
     result = uvicorn.Config(
         app,
@@ -37,6 +44,7 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         lifespan="off",
         ws="none",
         server_header=False,
+        timeout_keep_alive=config.timeout_keep_alive,  # type: ignore[arg-type]  # any number will do
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
     )
@@ -53,19 +61,38 @@ _Protocol: Any = AutoHTTPProtocol  # httptools' or h11's, whichever is installed
 
 
 class _Connection(_Protocol):
-    """Cuts a client off that takes nothing of its answer for a while, or sends headers without end.
+    """Cuts a client off that does nothing for a while: takes nothing of its answer, or does not go on with its request.
 
     uvicorn stops taking from the app while its buffer for a client is full, so that a slow reader costs little memory;
-    but one that never reads would keep its request and its socket for ever.
+    but one that never reads, or never ends what it began to send, would keep its request and its socket for ever. (With
+    h11 in place of httptools, only the former is watched.)
     """
 
     stalled_timeout: float
+    max_connections: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stall_check: asyncio.TimerHandle | None = None
+        self._request_check: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._in_head = False
+        self._body_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            self.app_state = {**self.app_state, OVER_LIMIT: True}
+        if len(self.connections) > self.max_connections + SPARE_CONNECTIONS:
+            transport.abort()
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watching()
+        self._stop_awaiting()
+        super().connection_lost(exc)
+
+    # What a client reads
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -74,36 +101,6 @@ class _Connection(_Protocol):
     def resume_writing(self) -> None:
         self._stop_watching()
         super().resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_watching()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if not self._in_head:
-            self._head_bytes = 0
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
-
-    def on_message_begin(self) -> None:
-        self._in_head = True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        super().on_headers_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        body = json.dumps(BadRequestError(msg, code="invalid_http").body()).encode()
-        head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
 
     def _watch_stall(self) -> None:
         waiting = self.transport.get_write_buffer_size()
@@ -120,3 +117,99 @@ class _Connection(_Protocol):
         if self._stall_check is not None:
             self._stall_check.cancel()
             self._stall_check = None
+
+    # What a client sends
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._in_head:
+            self._head_bytes = 0
+            if self._is_idle and self.timeout_keep_alive_task is None and self._request_check is None:
+                self._await_head()  # what came (an empty line) ended the keep-alive time and began nothing
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        if self._request_check is None:
+            self._await_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+        self._await_body()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._stop_awaiting()
+        super().on_message_complete()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether every request so far was answered."""
+        return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
+
+    def _await_head(self) -> None:
+        """A head gets its time as a whole: one that comes a letter at a time is not a request that gets on."""
+        if hasattr(_Protocol, "on_message_begin"):
+            self._check_later(self._check_head)
+
+    def _check_head(self) -> None:
+        if not self._is_idle:
+            self._await_head()  # the answers before it come first, and end this connection if they fail
+            return
+        self._time_out("head" if self._in_head else None)
+
+    def _await_body(self) -> None:
+        self._check_later(self._check_body, self._body_bytes)
+
+    def _check_body(self, bytes_before: int) -> None:
+        if self._body_bytes > bytes_before or self.flow.read_paused or self.pipeline:
+            self._await_body()  # it comes, or it is we who do not take it
+            return
+        self._time_out("body")
+
+    def _check_later(self, check: Callable[..., None], *arguments: int) -> None:
+        self._stop_awaiting()
+        self._request_check = self.loop.call_later(self.stalled_timeout, check, *arguments)
+
+    def _stop_awaiting(self) -> None:
+        if self._request_check is not None:
+            self._request_check.cancel()
+            self._request_check = None
+
+    def _time_out(self, part: str | None) -> None:
+        if part is None or self.transport.is_closing() or (self.cycle is not None and self.cycle.response_started):
+            self.transport.close()  # nothing was begun, or it was answered already
+            return
+        message = f"the {part} of the request did not come within {self.stalled_timeout:g} s"
+        self._refuse(b"408 Request Timeout", RequestTimeoutError(message, code="request_timeout"))
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", BadRequestError(msg, code="invalid_http"))
+
+    def _refuse(self, status: bytes, error: ApiError) -> None:
+        """Answers what no app has seen, and closes."""
+        body = json.dumps(error.body()).encode()
+        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (status, len(body)) + body)
+        self.transport.close()
+
+
+def default_max_connections() -> int:
+    """As many as the process may have files open, less some for everything else."""
+    return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES, 16)
+
+
+def raise_file_limit() -> None:
+    """Lets the process have as many files open as it is allowed to, for each connection is one; the usual 1024 are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

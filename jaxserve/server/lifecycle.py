@@ -19,7 +19,7 @@ import uvicorn
 from jaxserve.config import ServerConfig
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.server.app import create_app, version
-from jaxserve.server.connection import uvicorn_config
+from jaxserve.server.connection import raise_file_limit, uvicorn_config
 from jaxserve.server.listener import listener, shown_address
 from jaxserve.server.slot import ServiceSlot
 from jaxserve.server.thread_call import ThreadCall
@@ -59,6 +59,7 @@ def run(load: Callable[[], OpenAIService], config: ServerConfig) -> int:
         RuntimeError: it cannot listen on the address, use the TLS files, or keep traces.
         Exception: whatever `load` raised.
     """
+    raise_file_limit()
     with listener(config) as bound:
         process = _Process(load, config, bound)
         with asyncio.Runner(loop_factory=process.uvicorn_config.get_loop_factory()) as runner:

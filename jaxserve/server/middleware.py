@@ -1,4 +1,4 @@
-"""What every request passes before it reaches a route: its id, the last resort for errors, and the API key."""
+"""What every request passes before it reaches a route: its id, the last resort for errors, limits, and the API key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.protocol.errors import AuthenticationError
+from jaxserve.protocol.errors import AuthenticationError, UnavailableError
+from jaxserve.server.connection import OVER_LIMIT
 from jaxserve.server.errors import error_response, internal_error
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,20 @@ class RequestContextMiddleware:
             if started:
                 raise  # the server closes the connection, so that the client cannot take the answer for whole
             await error_response(internal_error(request_id))(scope, receive, send_with_id)
+
+
+class ConnectionLimitMiddleware:
+    """Refuses requests on connections that are too many, but for `PUBLIC_PATHS`: a busy server is not a dead one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or OVER_LIMIT not in scope["state"] or route_path(scope) in PUBLIC_PATHS:
+            await self._app(scope, receive, send)
+            return
+        error = UnavailableError("the server has as many connections as it takes", code="too_many_connections")
+        await error_response(error, {"connection": "close"})(scope, receive, send)
 
 
 class RootPathMiddleware:

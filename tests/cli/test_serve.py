@@ -39,7 +39,7 @@ def test_flags_reach_the_server(started: list[tuple[EngineConfig, ServerConfig]]
         "--allowed-origins", "https://a.example", "--allowed-origins", "https://b.example", "--restart-engine",
         "--access-log", "json", "--log-requests", "--log-requests-content", "--max-body-bytes", "1000",
         "--stalled-client-timeout", "7", "--allow-special-tokens-in-content", "--max-num-queued-reqs", "5",
-        "--max-num-queued-tokens", "600", "--otlp-traces-endpoint", "http://localhost:4318",
+        "--max-num-queued-tokens", "600", "--timeout-keep-alive", "9", "--max-connections", "50", "--otlp-traces-endpoint", "http://localhost:4318",
     ]  # fmt: skip
     assert serve(*flags).exit_code == 0
     ((engine, server),) = started
@@ -48,6 +48,7 @@ def test_flags_reach_the_server(started: list[tuple[EngineConfig, ServerConfig]]
         allowed_origins=("https://a.example", "https://b.example"), restart_engine=True, access_log="json",
         log_requests=True, log_requests_content=True, max_body_bytes=1000, stalled_client_timeout=7.0,
         allow_special_tokens_in_content=True, otlp_traces_endpoint="http://localhost:4318",
+        timeout_keep_alive=9.0, max_connections=50,
     )  # fmt: skip
     assert (engine.max_num_queued_requests, engine.max_num_queued_tokens) == (5, 600)
 
@@ -86,6 +87,8 @@ def test_a_key_file_without_keys_does_not_open_the_server(tmp_path: Path) -> Non
         (["--log-requests-content"], "log_requests_content needs log_requests"),
         (["--max-num-queued-tokens", "0"], "max_num_queued_tokens=0 must be at least 1"),
         (["--otlp-traces-endpoint", "localhost:4317"], "otlp_traces_endpoint='localhost:4317' must be a URL like"),
+        (["--timeout-keep-alive", "0"], "timeout_keep_alive=0.0 must be positive"),
+        (["--max-connections", "0"], "max_connections=0 must be at least 1"),
         (["--api-key", ""], "an API key must not be empty"),
         (["--stalled-client-timeout", "0"], "stalled_client_timeout=0.0 must be positive"),
         (["--api-key-file", "/absent/keys"], "No such file or directory: /absent/keys"),

@@ -1,11 +1,14 @@
-"""Clients that do not read, or never stop sending: what they may hold, and for how long."""
+"""Clients that do not read, never stop sending, or do not go on: what they may hold, and for how long."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
+import subprocess
+import sys
 from typing import Any
 
 import httpx
@@ -13,9 +16,10 @@ import pytest
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.app import create_app
-from jaxserve.server.connection import MAX_HEAD_BYTES
+from jaxserve.server.connection import MAX_HEAD_BYTES, SPARE_CONNECTIONS
 from tests.fakes import FakeEngine, endless, fake_service, say
-from tests.server.harness import listening, until
+from tests.server.harness import assert_error, listening, until
+from tests.server.processes import ROOT
 
 pytestmark = pytest.mark.anyio
 
@@ -102,3 +106,139 @@ async def test_what_is_no_http_gets_an_error_object(caplog: pytest.LogCaptureFix
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+IMPATIENT = ServerConfig(stalled_client_timeout=0.2, timeout_keep_alive=3600)
+
+
+async def connect(port: int, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    return reader, writer
+
+
+def post(sent: str, *, length: int) -> bytes:
+    return (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {length}\r\n\r\n{sent}"
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("sent", "part"),
+    [(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", "head"), (post('{"prompt": "', length=100), "body")],
+)
+async def test_a_request_that_does_not_go_on_is_refused(sent: bytes, part: str) -> None:
+    async with listening(create_app(fake_service(FakeEngine(say("x"))), IMPATIENT), IMPATIENT) as port:
+        reader, writer = await connect(port, sent)
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+        writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["message"] == f"the {part} of the request did not come within 0.2 s"
+
+
+async def test_a_head_that_comes_a_letter_at_a_time_is_refused() -> None:
+    async with listening(create_app(fake_service(FakeEngine(say("x"))), IMPATIENT), IMPATIENT) as port:
+        reader, writer = await connect(port, b"GET /health HTTP/1.1\r\nx-slow: ")
+        answered = asyncio.create_task(reader.read())
+        async with asyncio.timeout(10):
+            while not answered.done():
+                writer.write(b"y")
+                await asyncio.wait({answered}, timeout=0.05)
+        writer.close()
+    assert (await answered).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n"])
+async def test_connections_that_ask_nothing_are_closed(sent: bytes) -> None:
+    async with listening(create_app(fake_service(FakeEngine(say("x"))), IMPATIENT), IMPATIENT) as port:
+        reader, writer = await connect(port, sent)
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_an_empty_line_after_an_answer_keeps_no_connection_open() -> None:
+    async with listening(create_app(fake_service(FakeEngine(say("x"))), IMPATIENT), IMPATIENT) as port:
+        reader, writer = await connect(port, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+            writer.write(b"\r\n")
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_body_that_comes_slowly_is_taken() -> None:
+    body = json.dumps({"prompt": "x", "user": "u" * 40})
+    async with listening(create_app(fake_service(FakeEngine(say("x"))), IMPATIENT), IMPATIENT) as port:
+        reader, writer = await connect(port, post("", length=len(body)))
+        for letter in body:  # about three times as long as a client may be silent
+            writer.write(letter.encode())
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
+async def test_a_request_behind_a_long_answer_waits_for_it() -> None:
+    """Pipelined: its body is not taken before, so its client is not the one that stalls."""
+    engine = FakeEngine(endless, token_delay=0.02)
+    engine.gate.clear()
+    first = json.dumps({"prompt": "x", "max_tokens": 3})
+    async with listening(create_app(fake_service(engine), IMPATIENT), IMPATIENT) as port:
+        begun = post(first, length=len(first)) + post('{"prompt"', length=len(first))
+        reader, writer = await connect(port, begun)
+        await until(lambda: bool(engine.live))
+        await asyncio.sleep(3 * IMPATIENT.stalled_client_timeout)
+        engine.gate.set()
+        writer.write(first.removeprefix('{"prompt"').encode())
+        async with asyncio.timeout(10):
+            answers = b""
+            while answers.count(b"HTTP/1.1 200 ") < 2:
+                received = await reader.read(1000)
+                assert received, answers
+                answers += received
+        writer.close()
+
+
+async def test_one_connection_too_many_is_told_so_and_health_still_answers() -> None:
+    config = ServerConfig(max_connections=2)
+    async with listening(create_app(fake_service(FakeEngine(say("x"))), config), config) as port:
+        held = [await connect(port, b"") for _ in range(2)]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            refused = await client.post("/v1/completions", json={"prompt": "x"})
+            assert assert_error(refused, 503)["code"] == "too_many_connections"
+            assert refused.headers["retry-after"]
+            assert refused.headers["connection"] == "close"
+            assert (await client.get("/health")).status_code == 200
+        for _, writer in held:
+            writer.close()
+            await writer.wait_closed()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+async def test_far_too_many_connections_are_closed() -> None:
+    config = ServerConfig(max_connections=1)
+    async with listening(create_app(fake_service(FakeEngine(say("x"))), config), config) as port:
+        held = [await connect(port, b"") for _ in range(1 + SPARE_CONNECTIONS)]
+        reader, writer = await connect(port, b"")
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        for _, other in [*held, (reader, writer)]:
+            other.close()
+
+
+def test_the_process_may_have_as_many_files_open_as_it_is_allowed() -> None:
+    code = (
+        "import resource; soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "hard = 2000 if hard == resource.RLIM_INFINITY else min(hard, 2000)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))\n"
+        "from jaxserve.server.connection import RESERVED_FILES, default_max_connections, raise_file_limit\n"
+        "before = default_max_connections(); raise_file_limit()\n"
+        "assert (before, default_max_connections()) == (256 - RESERVED_FILES, hard - RESERVED_FILES)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
