@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "gpu"]
 LoadFormat = Literal["auto", "dummy"]
 AccessLog = Literal["json", "text", "none"]
 SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
+QuantizationFormat = Literal["fp8", "fp8-weight-only", "int8", "int4"]
+Quantization = Literal["fp8", "fp8-weight-only", "int8", "int4", "int4-32"]  # as users ask for it
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,49 @@ class RopeScaling:
             raise ValueError(f"rope scaling kind {self.kind!r} is not supported: use 'llama3' or 'linear'")
         if self.factor <= 0:
             raise ValueError(f"rope scaling factor={self.factor} must be positive")
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """How the weights of a model's layers are held. Embedding, output head, norms and biases are never quantized.
+
+    Attributes:
+        format: "fp8": float8_e4m3fn weights with a scale for each output, and activations in float8 too, with a scale for
+            each token; "fp8-weight-only", "int8": 8-bit weights with a scale for each output; "int4": 4-bit weights with
+            a scale for each group of inputs.
+        group_size: inputs in a group at most (int4 only; see `jaxserve.models.quantization.group_length`).
+        has_input_scales: the checkpoint brings one fixed scale for each product's activations (fp8 only).
+    """
+
+    format: QuantizationFormat
+    group_size: int = 128
+    has_input_scales: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in get_args(QuantizationFormat):
+            raise ValueError(f"quantization format={self.format!r} must be one of {get_args(QuantizationFormat)}")
+        if self.group_size < 2:
+            raise ValueError(f"group_size={self.group_size} must be at least 2")
+        if self.has_input_scales and self.format != "fp8":
+            raise ValueError(f"has_input_scales goes with format 'fp8', not {self.format!r}")
+
+    @staticmethod
+    def named(name: str) -> QuantizationConfig:
+        """What a `Quantization` stands for: "int4" has groups of 128, "int4-32" of 32.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        if name not in get_args(Quantization):
+            raise ValueError(f"quantization={name!r} must be one of {', '.join(get_args(Quantization))}")
+        if name == "int4-32":
+            return QuantizationConfig("int4", 32)
+        return QuantizationConfig(name)  # pyright: ignore[reportArgumentType] - the other names are formats
+
+    @property
+    def name(self) -> str:
+        """For people: the format, with the group size where it is not the usual one."""
+        return f"int4-{self.group_size}" if self.format == "int4" and self.group_size != 128 else self.format
 
 
 @dataclass(frozen=True)
@@ -65,6 +111,8 @@ class ModelConfig:
     sliding_window: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # every id that ends an answer: union of config, generation config, tokenizer
     bos_token_id: int | None = None
+    quantization: QuantizationConfig | None = None  # of the layers' weights
+    kv_cache_scales: bool = False  # the checkpoint brings scales for keys and values in a float8 cache
 
     def __post_init__(self) -> None:
         for name in (
@@ -102,6 +150,8 @@ class ModelConfig:
         values = dict(data)
         if values.get("rope_scaling") is not None:
             values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+        if values.get("quantization") is not None:
+            values["quantization"] = QuantizationConfig(**values["quantization"])
         values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
         return ModelConfig(**values)
 
@@ -131,6 +181,9 @@ class EngineConfig:
         enable_prefix_caching: prompts that begin alike share what is computed of them, as long as memory keeps it.
         load_format: "auto": weights from the checkpoint; "dummy": seeded random weights of a named architecture, for
             benchmarks.
+        quantization: what the weights of a checkpoint that is not quantized are made into as it is loaded ("int4": in groups
+            of 128); None: they stay as they are.
+        kv_cache_dtype: element type of the KV cache; "auto": the weights' `dtype`; "fp8" and "fp8_e4m3": float8_e4m3fn.
     """
 
     max_model_len: int | None = None
@@ -149,6 +202,8 @@ class EngineConfig:
     max_tpot_ms: float | None = None
     enable_prefix_caching: bool = True
     load_format: LoadFormat = "auto"
+    quantization: Quantization | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
 
     def __post_init__(self) -> None:
         for name in (
@@ -175,6 +230,12 @@ class EngineConfig:
             raise ValueError(f"device={self.device!r} must be one of auto, cpu, gpu")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format={self.load_format!r} must be auto or dummy")
+        if self.quantization is not None:
+            QuantizationConfig.named(self.quantization)  # raises if there is none of that name
+        if self.kv_cache_dtype not in get_args(KVCacheDType):
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {', '.join(get_args(KVCacheDType))}"
+            )
         if self.scheduling_policy not in ("fcfs", "priority", "sjf"):
             raise ValueError(f"scheduling_policy={self.scheduling_policy!r} must be fcfs, priority or sjf")
         if self.max_tpot_ms is not None and not self.max_tpot_ms > 0.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from jaxserve.config import ModelConfig
@@ -15,17 +16,24 @@ MEASURED_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.09e12}
 def weight_bytes_per_step(config: ModelConfig, dtype: jnp.dtype) -> int:
     """Bytes of weights that a step reads: all but an embedding table that is not the head as well."""
     specs = param_specs(config)
-    elements = sum(spec.size for layer in specs.layers for spec in vars(layer).values() if isinstance(spec, ParamSpec))
-    elements += (specs.embedding if specs.lm_head is None else specs.lm_head).size
-    return elements * jnp.dtype(dtype).itemsize
+    head = specs.embedding if specs.lm_head is None else specs.lm_head
+    read = jax.tree.leaves((specs.layers, head), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    return sum(spec.size * spec.element_type(dtype).itemsize for spec in read)
 
 
 def step_floor_ms(
-    config: ModelConfig, dtype: jnp.dtype, device_kind: str, *, batch: int, context: float, num_devices: int
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    device_kind: str,
+    *,
+    batch: int,
+    context: float,
+    num_devices: int,
+    cache_dtype: jnp.dtype | None = None,
 ) -> float | None:
     """Milliseconds of a decode step of `batch` sequences with `context` tokens each; None for an unmeasured device."""
     bandwidth = MEASURED_BANDWIDTH.get(device_kind)
     if bandwidth is None:
         return None
-    cache = batch * context * kv_bytes_per_token(config, dtype)
+    cache = batch * context * kv_bytes_per_token(config, dtype if cache_dtype is None else cache_dtype)
     return (weight_bytes_per_step(config, dtype) + cache) / (bandwidth * num_devices) * 1e3

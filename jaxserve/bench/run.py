@@ -15,6 +15,7 @@ from jaxserve.bench.floor import step_floor_ms
 from jaxserve.bench.in_process import ClosedLoop
 from jaxserve.bench.records import RequestRecord, Summary, summarize
 from jaxserve.bench.workload import load_workload
+from jaxserve.engine.build import resolve_cache_dtype
 from jaxserve.engine.client import EngineClient
 
 
@@ -57,6 +58,7 @@ def run_in_process(
             batch=concurrency,
             context=workload.mean_context,
             num_devices=config.tensor_parallel_size,
+            cache_dtype=resolve_cache_dtype(config, jnp.dtype(config.dtype)),
         )
         summary = summarize(
             str(concurrency),

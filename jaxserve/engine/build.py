@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import make_buckets
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.device_batch import Sizes
@@ -22,6 +22,7 @@ from jaxserve.engine.step_pace import StepPace
 from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.params import LlamaParams, init_params, param_specs
+from jaxserve.models.quantize_params import quantize_params
 from jaxserve.progress import Progress
 from jaxserve.sharding.mesh import make_mesh
 from jaxserve.sharding.placement import named_shardings
@@ -79,6 +80,52 @@ def resolve_dtype(config: EngineConfig, mesh: Mesh) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if _platform(mesh) == "cpu" else jnp.bfloat16)
 
 
+def resolve_cache_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
+    """Element type of the KV cache, beside weights of `dtype`."""
+    return dtype if config.kv_cache_dtype == "auto" else jnp.dtype(jnp.float8_e4m3fn)
+
+
+def wanted_quantization(model_config: ModelConfig, config: EngineConfig) -> QuantizationConfig | None:
+    """What a dense model's weights are to be quantized into; None: they are to stay as they are.
+
+    Raises:
+        ValueError: the checkpoint is quantized in another way already.
+    """
+    if config.quantization is None:
+        return None
+    wanted, present = QuantizationConfig.named(config.quantization), model_config.quantization
+    if present is None:
+        return wanted
+    if (present.format, present.group_size) != (wanted.format, wanted.group_size):
+        raise ValueError(
+            f"quantization={config.quantization!r} was asked for, but the checkpoint is quantized as {present.name!r}: "
+            "leave the option out, or use the checkpoint that was not quantized"
+        )
+    return None
+
+
+def place_params(
+    model_config: ModelConfig, params: LlamaParams, config: EngineConfig, mesh: Mesh, progress: Progress
+) -> tuple[ModelConfig, LlamaParams]:
+    """The model on its devices, quantized where the configuration asks for it; then with the config that says so.
+
+    Dense jax arrays that were quantized are deleted: there are never two models on a device.
+
+    Raises:
+        ValueError: sizes that do not divide over the mesh, or a checkpoint that is quantized in another way.
+    """
+    quantization = wanted_quantization(model_config, config)
+    if quantization is None:
+        return model_config, jax.device_put(params, named_shardings(param_specs(model_config), mesh))
+    quantized_config = dataclasses.replace(model_config, quantization=quantization)
+    shardings = named_shardings(param_specs(quantized_config), mesh)
+    dense = jax.device_put(params, named_shardings(param_specs(model_config), mesh))
+    with progress.task(f"quantizing to {quantization.name}", model_config.num_layers, "layers") as advance:
+        return quantized_config, quantize_params(
+            dense, model_config, quantization, shardings, donate=True, advance=advance
+        )
+
+
 def build_engine(
     model_config: ModelConfig, params: LlamaParams, config: EngineConfig, progress: Progress
 ) -> EngineClient:
@@ -90,8 +137,9 @@ def build_engine(
     """
     mesh = make_engine_mesh(config)
     dtype = resolve_dtype(config, mesh)
-    params = jax.device_put(params, named_shardings(param_specs(model_config), mesh))
-    limits = plan_limits(model_config, config, mesh, dtype)
+    cache_dtype = resolve_cache_dtype(config, dtype)
+    model_config, params = place_params(model_config, params, config, mesh, progress)
+    limits = plan_limits(model_config, config, mesh, cache_dtype)
     sizes = Sizes(
         max_num_seqs=limits.max_num_seqs,
         pages_per_seq=limits.pages_for(limits.longest_sequence),
@@ -110,7 +158,7 @@ def build_engine(
         mesh=mesh,
         sizes=sizes,
         buckets=buckets,
-        cache_dtype=dtype,
+        cache_dtype=cache_dtype,
         layerwise=_platform(mesh) == "cpu",
         program_folder=program_folder(),
     )
@@ -143,13 +191,16 @@ def build_engine(
 def build_dummy_engine(model_config: ModelConfig, config: EngineConfig, progress: Progress) -> EngineClient:
     """An engine with seeded random weights, made on the devices: for benchmarks."""
     mesh = make_engine_mesh(config)
+    quantization = wanted_quantization(model_config, config)
+    if quantization is not None:
+        model_config = dataclasses.replace(model_config, quantization=quantization)
     with progress.task("making random weights", None, "arrays"):
         shardings = named_shardings(param_specs(model_config), mesh)
         params = init_params(model_config, config.seed or 0, resolve_dtype(config, mesh), shardings)
     return build_engine(model_config, params, config, progress)
 
 
-def plan_limits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, dtype: jnp.dtype) -> SchedulerLimits:
+def plan_limits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, cache_dtype: jnp.dtype) -> SchedulerLimits:
     """Sizes that the configuration leaves open, from the device and its free memory.
 
     Raises:
@@ -165,7 +216,7 @@ def plan_limits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, dty
     if config.num_pages is not None:
         num_pages = config.num_pages
     else:
-        page_bytes = config.page_size * kv_bytes_per_token(model_config, dtype) // mesh.size
+        page_bytes = config.page_size * kv_bytes_per_token(model_config, cache_dtype) // mesh.size
         free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs)
         num_pages = min(pages_wanted, free // page_bytes)
         if num_pages < 1:

@@ -1,43 +1,49 @@
-"""Every product with a weight matrix: each picks its implementation by the number of rows and the kind of weight."""
+"""Every product with a weight matrix: each picks its implementation by the kind of weight."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxserve.kernels.decode_matmul import MAX_ROWS, decode_matmul, decode_matmul_swiglu
+from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
+from jaxserve.models.quantization import QuantizedWeight, split_axes
 from jaxserve.sharding.collectives import Collectives
 
 
 def column_parallel(
-    x: Float[Array, "tokens k"], w: Float[Array, "k n"], bias: Float[Array, " n"] | None
+    x: Float[Array, "tokens k"], w: Float[Array, "k ..."] | QuantizedWeight, bias: Float[Array, " n"] | None
 ) -> Float[Array, "tokens n"]:
-    """x @ w + bias, for this device's columns of w: nothing is exchanged."""
-    return add_bias(_product(x, w, None), bias)
+    """x @ w + bias, for this device's columns of w: nothing is exchanged. w's output axes are taken as one."""
+    return add_bias(_product(x, w), bias)
 
 
 def row_parallel(
     x: Float[Array, "tokens k"],
-    w: Float[Array, "k n"],
+    w: Float[Array, "... n"] | QuantizedWeight,
     bias: Float[Array, " n"] | None,
     residual: Float[Array, "tokens n"],
     collectives: Collectives,
 ) -> Float[Array, "tokens n"]:
-    """residual + x @ w + bias, where x and w are this device's part of k: the product is summed over devices."""
-    if collectives.size == 1:
-        return add_bias(_product(x, w, residual), bias)
-    return residual + add_bias(collectives.all_reduce(_product(x, w, None)), bias)
+    """residual + x @ w + bias, where x and w are this device's part of k: the product is summed over devices.
+
+    w's input axes are taken as one.
+    """
+    return residual + add_bias(collectives.all_reduce(_product(x, w)), bias)
 
 
 def swiglu(
-    x: Float[Array, "tokens k"], w_gate_up: Float[Array, "k 2 ffn"], bias: Float[Array, "2 ffn"] | None
+    x: Float[Array, "tokens k"],
+    w_gate_up: Float[Array, "k 2 ffn"] | QuantizedWeight,
+    bias: Float[Array, "2 ffn"] | None,
 ) -> Float[Array, "tokens ffn"]:
     """silu(x @ gate) * (x @ up) (https://arxiv.org/abs/2002.05202), for this device's columns of both."""
-    hidden, _, ffn = w_gate_up.shape
-    if bias is None and x.shape[0] <= MAX_ROWS:
-        return decode_matmul_swiglu(x, w_gate_up, prefetch_weights=True)
-    gate_up = _product(x, w_gate_up.reshape(hidden, 2 * ffn), None).reshape(-1, 2, ffn)  # [tokens, 2, ffn]
+    if bias is None and isinstance(w_gate_up, QuantizedWeight):
+        return quantized_matmul_swiglu(x, w_gate_up.values, w_gate_up.scales, **_activations(w_gate_up))
+    gate_up = _product(x, w_gate_up).reshape(-1, *w_gate_up.shape[1:])  # [tokens, 2, ffn]
     gate_up = add_bias(gate_up, bias)
     activated = jax.nn.silu(gate_up[:, 0].astype(jnp.float32)) * gate_up[:, 1].astype(jnp.float32)
     return activated.astype(x.dtype)
@@ -45,8 +51,6 @@ def swiglu(
 
 def head_scores(x: Float[Array, "rows k"], head: Float[Array, "k vocab"]) -> Float[Array, "rows vocab"]:
     """x @ head in float32."""
-    if x.shape[0] <= MAX_ROWS:
-        return decode_matmul(x, head, out_dtype=jnp.float32, prefetch_weights=True)
     return jnp.dot(x, head, preferred_element_type=jnp.float32)
 
 
@@ -54,11 +58,16 @@ def add_bias(x: Array, bias: Array | None) -> Array:
     return x if bias is None else x + bias[None].astype(x.dtype)
 
 
-def _product(
-    x: Float[Array, "tokens k"], w: Float[Array, "k n"], residual: Float[Array, "tokens n"] | None
-) -> Float[Array, "tokens n"]:
-    if x.shape[0] <= MAX_ROWS:
-        # Weights are parameters of the program: nothing that runs before a product writes them.
-        return decode_matmul(x, w, residual=residual, prefetch_weights=True)
-    product = x @ w
-    return product if residual is None else residual + product
+def _product(x: Float[Array, "tokens k"], w: Array | QuantizedWeight) -> Float[Array, "tokens n"]:
+    """x @ w, with w's axes taken as two: as many inputs as x has columns, and the outputs."""
+    if not isinstance(w, QuantizedWeight):
+        return x @ w.reshape(x.shape[1], -1)
+    outputs, _ = split_axes(w.values.shape, w.num_input_axes)
+    size = math.prod(outputs)
+    scales = w.scales.reshape(-1, size) if w.format == "int4" else w.scales.reshape(size)
+    return quantized_matmul(x, w.values.reshape(size, -1), scales, **_activations(w))
+
+
+def _activations(w: QuantizedWeight) -> dict[str, Any]:
+    """What is done to the activations that meet a quantized weight."""
+    return {"quantize_activations": w.format == "fp8", "input_scale": w.input_scale}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,22 +97,23 @@ def _attention(
     config: ModelConfig,
     collectives: Collectives,
 ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
-    tokens, hidden = x.shape
+    tokens = x.shape[0]
     _, kv_heads, width, head_dim = layer.wqkv.shape  # this device's KV heads; width is query heads a KV head + 2
     with jax.named_scope("qkv"):
         normed = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
-        qkv = column_parallel(normed, layer.wqkv.reshape(hidden, -1), None)
+        qkv = column_parallel(normed, layer.wqkv, None)
         qkv = qkv.reshape(tokens, kv_heads, width, head_dim)
         qkv = _norm_heads(add_bias(qkv, layer.bqkv), layer, config)
     with jax.named_scope("rope_write_kv"):
         places = batch.write_pages, batch.write_offsets
-        q, k_pages, v_pages = rope_write_kv(qkv, cache.k_pages, cache.v_pages, index, *rope, *places)
+        kv_scales = _kv_scales(layer, cache)
+        q, k_pages, v_pages = rope_write_kv(qkv, cache.k_pages, cache.v_pages, index, *rope, *places, **kv_scales)
         cache = KVCache(k_pages=k_pages, v_pages=v_pages)
     with jax.named_scope("attention"):
-        attended = _paged_attention(q, cache, index, batch, config)
+        attended = _paged_attention(q, cache, index, batch, config, kv_scales)
     with jax.named_scope("output"):
         flat = attended.reshape(tokens, -1)  # [tokens, kv_heads * group * head_dim]
-        return row_parallel(flat, layer.wo.reshape(-1, hidden), layer.bo, x, collectives), cache
+        return row_parallel(flat, layer.wo, layer.bo, x, collectives), cache
 
 
 def _norm_heads(
@@ -126,8 +128,20 @@ def _norm_heads(
     return jnp.concatenate([q, k, v], axis=2)
 
 
+def _kv_scales(layer: LayerParams, cache: KVCache) -> dict[str, Any]:
+    """What keys and values are divided by before they go into a float8 cache; other caches hold them as they are."""
+    if cache.k_pages.dtype != jnp.float8_e4m3fn:
+        return {}
+    return {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+
+
 def _paged_attention(
-    q: Float[Array, "tokens heads head_dim"], cache: KVCache, index: Int32[Array, ""], batch: Batch, config: ModelConfig
+    q: Float[Array, "tokens heads head_dim"],
+    cache: KVCache,
+    index: Int32[Array, ""],
+    batch: Batch,
+    config: ModelConfig,
+    kv_scales: dict[str, Any],
 ) -> Float[Array, "tokens heads head_dim"]:
     """Decode rows and prefill chunks each through their own kernel."""
     decode_rows = batch.decode_kv_lens.shape[0]
@@ -144,6 +158,7 @@ def _paged_attention(
                 batch.decode_kv_lens,
                 scale=scale,
                 window=window,
+                **kv_scales,
             )
         )
     if q.shape[0] > decode_rows:
@@ -158,6 +173,7 @@ def _paged_attention(
                 batch.prefill_kv_lens,
                 scale=scale,
                 window=window,
+                **kv_scales,
             )
         )
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -6,8 +6,8 @@ Every weight is laid out so that a tensor-parallel shard is a slice along one ax
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,17 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxserve.config import ModelConfig
+from jaxserve.config import ModelConfig, QuantizationConfig
+from jaxserve.models.param_spec import ParamSpec
+from jaxserve.models.quantization import QuantizedWeight, quantize, quantized_spec
 
 
 @struct.dataclass
 class LayerParams:
-    """One decoder layer. Leaves are arrays, or `ParamSpec`s where only the declaration is wanted."""
+    """One decoder layer. Leaves are arrays, or `ParamSpec`s where only the declaration is wanted.
+
+    Where the model is quantized, `wqkv`, `wo`, `w_gate_up` and `w_down` are `QuantizedWeight`s of the shapes told here.
+    """
 
     attention_norm: Any  # [hidden]
     wqkv: Any  # [hidden, kv_heads, group + 2, head_dim]: a KV head's query heads, then its k, then its v
@@ -34,6 +39,12 @@ class LayerParams:
     b_gate_up: Any  # [2, ffn] or None
     w_down: Any  # [ffn, hidden]
     b_down: Any  # [hidden] or None
+    k_scale: Any = None  # [], that keys in a float8 cache are multiplied with, or None
+    v_scale: Any = None  # [], of the values
+
+
+# The weights of `LayerParams` that quantization is for, and how many of their axes, the first ones, are summed over.
+QUANTIZABLE: dict[str, int] = {"wqkv": 1, "wo": 3, "w_gate_up": 1, "w_down": 1}
 
 
 @struct.dataclass
@@ -46,29 +57,6 @@ class LlamaParams:
     lm_head: Any  # [hidden, vocab] or None
 
 
-@dataclass(frozen=True)
-class ParamSpec:
-    """Declaration of one array.
-
-    Attributes:
-        shape: of the whole (unsharded) array.
-        logical_axes: a name for each axis, mapped to mesh axes by `jaxserve.sharding.rules`.
-        standard_deviation: of the normal initialisation; None: filled with ones (norms); 0: zeros (biases).
-    """
-
-    shape: tuple[int, ...]
-    logical_axes: tuple[str, ...]
-    standard_deviation: float | None
-
-    def __post_init__(self) -> None:
-        if len(self.shape) != len(self.logical_axes):
-            raise ValueError(f"shape={self.shape} and logical_axes={self.logical_axes} must be of one length")
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
 def _layer_specs(config: ModelConfig) -> LayerParams:
     hidden, ffn = config.hidden_size, config.intermediate_size
     kv_heads, group, head_dim = config.num_kv_heads, config.group_size, config.head_dim
@@ -79,7 +67,7 @@ def _layer_specs(config: ModelConfig) -> LayerParams:
     def when(wanted: bool, spec: ParamSpec) -> ParamSpec | None:
         return spec if wanted else None
 
-    return LayerParams(
+    dense = LayerParams(
         attention_norm=norm(hidden, "hidden"),
         wqkv=ParamSpec(
             (hidden, kv_heads, group + 2, head_dim), ("hidden", "kv_heads", "qkv", "head_dim"), hidden**-0.5
@@ -100,7 +88,16 @@ def _layer_specs(config: ModelConfig) -> LayerParams:
         b_gate_up=when(config.mlp_bias, ParamSpec((2, ffn), ("gate_up", "ffn"), 0.0)),
         w_down=ParamSpec((ffn, hidden), ("ffn", "hidden"), ffn**-0.5),
         b_down=when(config.mlp_bias, ParamSpec((hidden,), ("hidden",), 0.0)),
+        k_scale=when(config.kv_cache_scales, ParamSpec((), (), None)),
+        v_scale=when(config.kv_cache_scales, ParamSpec((), (), None)),
     )
+    if config.quantization is None:
+        return dense
+    quantized = {
+        name: quantized_spec(getattr(dense, name), num_input_axes, config.quantization)
+        for name, num_input_axes in QUANTIZABLE.items()
+    }
+    return dataclasses.replace(dense, **quantized)
 
 
 def param_specs(config: ModelConfig) -> LlamaParams:
@@ -119,20 +116,31 @@ def param_specs(config: ModelConfig) -> LlamaParams:
 def init_params(config: ModelConfig, seed: int, dtype: jnp.dtype, shardings: Any = None) -> LlamaParams:
     """Seeded random weights (norms ones, biases zeros), each made where it will live.
 
+    Those of a quantized model are the dense model's, quantized one by one as they are drawn.
+
     Args:
-        dtype: of every array but the norms, which are float32 as everywhere in the engine.
+        dtype: of every array but the norms, which are float32 as everywhere in the engine, and quantized weights.
         shardings: a `LlamaParams` of shardings; None: the default device.
     """
-    specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
-    places = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
+    specs, treedef = jax.tree.flatten(param_specs(dataclasses.replace(config, quantization=None)), is_leaf=is_declared)
+    wanted = jax.tree.leaves(param_specs(config), is_leaf=is_declared)
+    places = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings, is_leaf=is_declared)
     keys = jax.random.split(jax.random.key(seed), len(specs))
     programs: dict[ParamSpec, Any] = {}  # one for each kind of array, not one for each array
     arrays = []
-    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
+    for index, (spec, kind, place) in enumerate(zip(specs, wanted, places, strict=True)):
         if spec not in programs:
-            programs[spec] = jax.jit(partial(draw_param, spec, dtype), out_shardings=place)
+            draw = partial(draw_param, spec, dtype)
+            if isinstance(kind, QuantizedWeight) and config.quantization is not None:
+                draw = partial(_draw_quantized, draw, kind.num_input_axes, config.quantization)
+            programs[spec] = jax.jit(draw, out_shardings=place)
         arrays.append(programs[spec](keys[index]))
     return jax.tree.unflatten(treedef, arrays)
+
+
+def is_declared(leaf: Any) -> bool:
+    """Whether a node of a tree of declarations (or of what goes with them one by one) stands for one weight."""
+    return isinstance(leaf, (ParamSpec, QuantizedWeight))
 
 
 def draw_param(spec: ParamSpec, dtype: jnp.dtype, key: jax.Array) -> jax.Array:
@@ -142,3 +150,9 @@ def draw_param(spec: ParamSpec, dtype: jnp.dtype, key: jax.Array) -> jax.Array:
     if spec.standard_deviation == 0.0:
         return jnp.zeros(spec.shape, dtype)
     return jax.random.normal(key, spec.shape, dtype) * jnp.asarray(spec.standard_deviation, dtype)
+
+
+def _draw_quantized(
+    draw: Callable[[jax.Array], jax.Array], num_input_axes: int, config: QuantizationConfig, key: jax.Array
+) -> QuantizedWeight:
+    return quantize(draw(key), num_input_axes, config)

@@ -1,0 +1,114 @@
+"""Products with quantized weights in plain XLA: the reference, the CPU path and the fall-back.
+
+Weights lie [outputs, inputs]: cuBLASLt's 8-bit products on Hopper want both operands with the inputs innermost, and XLA
+would transpose, in every step, weights that lie the other way.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxserve.kernels.int4 import unpack_int4
+
+FLOAT8 = jnp.float8_e4m3fn
+FLOAT8_MAX = 448.0
+# cuBLASLt's 8-bit products take multiples of this many rows; and products of one row XLA treats as vectors, not with it.
+_ROW_MULTIPLE = 16
+
+
+def quantized_matmul_xla(
+    x: Float[Array, "rows k"],
+    values: Array,  # [n, k], int4: [n, k / 2]
+    scales: Array,  # [n], int4: [groups, n]
+    *,
+    quantize_activations: bool,
+    input_scale: Float[Array, ""] | None,
+    residual: Float[Array, "rows n"] | None,
+    out_dtype: jnp.dtype,
+) -> Float[Array, "rows n"]:
+    """Computes what `quantized_matmul` documents, from validated arguments."""
+    product = _product(x, values, scales, quantize_activations=quantize_activations, input_scale=input_scale)
+    if residual is not None:
+        product = product + residual.astype(jnp.float32)
+    return product.astype(out_dtype)
+
+
+def quantized_matmul_swiglu_xla(
+    x: Float[Array, "rows k"],
+    values: Array,  # [2, ffn, k], int4: [2, ffn, k / 2]
+    scales: Array,  # [2, ffn], int4: [groups, 2, ffn]
+    *,
+    quantize_activations: bool,
+    input_scale: Float[Array, ""] | None,
+) -> Float[Array, "rows ffn"]:
+    """Computes what `quantized_matmul_swiglu` documents, from validated arguments."""
+    _, ffn, stored = values.shape
+    gate_up = _product(
+        x,
+        values.reshape(2 * ffn, stored),
+        scales.reshape(*scales.shape[:-2], 2 * ffn),
+        quantize_activations=quantize_activations,
+        input_scale=input_scale,
+    )
+    return (jax.nn.silu(gate_up[:, :ffn]) * gate_up[:, ffn:]).astype(x.dtype)
+
+
+def quantize_rows(
+    x: Float[Array, "rows k"], input_scale: Float[Array, ""] | None
+) -> tuple[Float[Array, "rows k"], Float[Array, "rows 1"]]:
+    """Activations in float8 and the factors that bring them back.
+
+    Without an `input_scale`, a row's factor is the smallest power of two with which the row fits. A power of two loses no
+    precision, since float8's steps are relative, and makes a row's numbers the same however many devices it is cut over:
+    each device can take the factor of its own part, with nothing exchanged (only numbers 2**15 times smaller than the
+    row's largest, which float8 holds with fewer digits, may differ).
+    """
+    wide = x.astype(jnp.float32)
+    if input_scale is not None:
+        factors = jnp.broadcast_to(input_scale, (x.shape[0], 1))
+        return jnp.clip(wide / input_scale, -FLOAT8_MAX, FLOAT8_MAX).astype(FLOAT8), factors
+    factors = _power_of_two_above(jnp.max(jnp.abs(wide), axis=1, keepdims=True) / FLOAT8_MAX)
+    return (wide / factors).astype(FLOAT8), factors
+
+
+def _power_of_two_above(x: Float[Array, "rows 1"]) -> Float[Array, "rows 1"]:
+    """The smallest power of two not below x; a tiny one for zeros."""
+    mantissa_bits, lowest = 23, 1 << 23  # 2**-126
+    bits = lax.bitcast_convert_type(jnp.maximum(x, 2.0**-126), jnp.int32)
+    bits = (bits + jnp.int32(lowest - 1)) >> jnp.int32(mantissa_bits)
+    return lax.bitcast_convert_type(bits << jnp.int32(mantissa_bits), jnp.float32)
+
+
+def _product(
+    x: Array, values: Array, scales: Array, *, quantize_activations: bool, input_scale: Array | None
+) -> Float[Array, "rows n"]:
+    """In float32."""
+    if values.dtype == jnp.uint8:
+        return _matmul(x, dequantize_int4(values, scales, x.dtype))
+    if quantize_activations:
+        rows, factors = quantize_rows(x, input_scale)
+        return _float8_product(rows, values) * factors * scales[None]
+    return _matmul(x, values.astype(x.dtype)) * scales[None]
+
+
+def dequantize_int4(values: Array, scales: Array, dtype: jnp.dtype) -> Float[Array, "n k"]:
+    """The dense weights, rounded to `dtype`."""
+    n, groups = values.shape[0], scales.shape[0]
+    numbers = unpack_int4(values).reshape(n, groups, -1).astype(jnp.float32)
+    return (numbers * scales.T[:, :, None].astype(jnp.float32)).astype(dtype).reshape(n, -1)
+
+
+def _float8_product(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float[Array, "rows n"]:
+    """x @ w.T of float8 numbers, in float32."""
+    if jax.default_backend() != "gpu":  # the same numbers: products of two float8 are exact in float32
+        return _matmul(x.astype(jnp.float32), w.astype(jnp.float32))
+    rows = x.shape[0]
+    padding = -rows % _ROW_MULTIPLE
+    return _matmul(jnp.pad(x, ((0, padding), (0, 0))), w)[:rows]
+
+
+def _matmul(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float[Array, "rows n"]:
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,0 +1,108 @@
+"""Products with quantized weights against a float64 reference, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.kernels.int4 import pack_int4, unpack_int4
+from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
+from jaxserve.kernels.quantized_matmul_xla import quantize_rows
+from tests.kernels.quantized_matmul_cases import CASES, Case, check, make_arguments
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name: str) -> None:
+    check(CASES[name], implementation="xla")
+
+
+@pytest.mark.parametrize("name", ["float8, both", "int4, swiglu"])
+def test_runs_anywhere_when_no_implementation_is_named(name: str) -> None:
+    check(CASES[name])
+
+
+def test_int4_numbers_lie_as_xla_holds_them() -> None:
+    numbers = jnp.arange(-8, 8, dtype=jnp.int8).reshape(2, 8)
+    packed = pack_int4(numbers)
+    assert packed.shape == (2, 4) and packed.dtype == jnp.uint8
+    assert packed[0, 0] == 0x98  # -8 in the low half, -7 in the high one
+    np.testing.assert_array_equal(unpack_int4(packed), numbers)
+    pairs = jax.lax.bitcast_convert_type(packed, jnp.int4)
+    np.testing.assert_array_equal(pairs.astype(jnp.int8).reshape(2, 8), numbers)
+
+
+def test_an_odd_number_of_int4_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be even"):
+        pack_int4(jnp.zeros((2, 3), jnp.int8))
+
+
+def test_rows_are_rounded_the_same_however_they_are_cut() -> None:
+    """Each device takes the factor of its own part of a row; the numbers must not depend on that."""
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((64, 512)) * 3, jnp.bfloat16)
+    whole, factors = quantize_rows(x, None)
+    rounded = whole.astype(jnp.float32) * factors
+    parts = [quantize_rows(part, None) for part in jnp.split(x, 8, axis=1)]
+    rejoined = jnp.concatenate([values.astype(jnp.float32) * factor for values, factor in parts], axis=1)
+    assert len({float(factor[0, 0]) for _, factor in parts}) > 1  # they do differ
+    # Float8's steps are relative, but for numbers near its smallest ones.
+    largest = jnp.max(jnp.abs(x.astype(jnp.float32)))
+    equal = (rounded == rejoined) | (jnp.abs(x.astype(jnp.float32)) < largest * 2.0**-13)
+    assert equal.all()
+    np.testing.assert_allclose(rounded, rejoined, atol=float(largest) * 2.0**-17, rtol=0)
+
+
+def test_rounding_uses_the_range_of_float8_and_never_leaves_it() -> None:
+    extremes = jnp.asarray([[448.0, 1.0], [449.0, 1.0], [1e30, 1.0], [0.0, 0.0], [1e-38, 0.0], [2.0**-120, 0.0]])
+    values, factors = quantize_rows(extremes.astype(jnp.float32), None)
+    assert np.isfinite(values.astype(jnp.float32)).all()
+    assert factors[:2, 0].tolist() == [1.0, 2.0]
+    assert values[0, 0] == 448.0
+    np.testing.assert_allclose((values.astype(jnp.float32) * factors)[[1, 2, 5], 0], extremes[[1, 2, 5], 0], rtol=0.07)
+    assert (values[3] == 0).all()
+
+
+def test_activations_past_a_fixed_scale_become_its_largest_number() -> None:
+    x = jnp.asarray([[1e6, -1e6]], jnp.float32)
+    values, factors = quantize_rows(x, jnp.float32(2.0))
+    assert values.astype(jnp.float32).tolist() == [[448.0, -448.0]]
+    assert float(factors[0, 0]) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("case", "changed", "message"),
+    [
+        (Case(), {"values": jnp.zeros((4, 8, 512), jnp.int8)}, r"must be \[n, k\]"),
+        (Case(), {"values": jnp.zeros((128, 512), jnp.float32)}, "must be one of"),
+        (Case(), {"values": jnp.zeros((128, 500), jnp.int8)}, "512 columns, which int8"),
+        (Case("int4"), {"values": jnp.zeros((128, 512), jnp.uint8)}, "512 columns, which uint8"),
+        (Case(), {"scales": jnp.zeros((127,), jnp.float32)}, r"must be the outputs \(128,\)"),
+        (Case(), {"scales": jnp.zeros((128,), jnp.bfloat16)}, "must be float32"),
+        (Case("int4"), {"scales": jnp.zeros((3, 128), jnp.bfloat16)}, "groups dividing k=512"),
+        (Case("int4"), {"scales": jnp.zeros((4, 128), jnp.float32)}, "must be bfloat16"),
+        (Case("int8"), {"quantize_activations": True}, "goes with float8_e4m3fn weights, not int8"),
+        (Case(), {"input_scale": jnp.float32(1)}, "goes with quantize_activations"),
+        (Case(quantize_activations=True), {"input_scale": jnp.ones((8,), jnp.float32)}, "must be one float32"),
+        (Case(), {"residual": jnp.zeros((8, 128), jnp.float32)}, r"must be bfloat16\(8, 128\)"),
+        (Case(), {"x": jnp.zeros((512,), jnp.bfloat16)}, r"must be \[rows, k\]"),
+        (Case(), {"out_dtype": jnp.int32}, "out_dtype"),
+        (Case(), {"implementation": "triton"}, "'mosaic_gpu', 'xla' or None"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(case: Case, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quantized_matmul(**make_arguments(case) | changed)
+
+
+def test_swiglu_needs_gate_and_up() -> None:
+    arguments = make_arguments(Case())
+    with pytest.raises(ValueError, match=r"must be \[2, ffn, k\]"):
+        quantized_matmul_swiglu(**arguments)
+
+
+def test_a_kernel_that_is_not_there_is_not_replaced() -> None:
+    with pytest.raises(NotImplementedError, match="no Hopper kernel"):
+        quantized_matmul(**make_arguments(Case()), implementation="mosaic_gpu")
