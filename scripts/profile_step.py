@@ -30,6 +30,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.build import make_engine_mesh, resolve_dtype
 from jaxserve.engine.decode_state import empty_state
 from jaxserve.engine.device_batch import Bucket, Sizes, packed_size, views
+from jaxserve.engine.executable_cache import compile_options
 from jaxserve.engine.programs import ProgramFactory
 from jaxserve.engine.runner import zero_cache
 from jaxserve.models import linear, llama
@@ -136,7 +137,7 @@ def compile_forward(factory: ProgramFactory, params: Any, cache: Any, state: Any
     started = time.perf_counter()
     lowered = jax.jit(factory.forward(bucket, bucket.rows), donate_argnums=(1, 2)).lower(params, cache, state, packed)
     traced = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=compile_options(factory.mesh.devices.flat[0].platform))
     print(
         f"{bucket}: traced {traced - started:.1f} s, compiled {time.perf_counter() - traced:.1f} s beside the others",
         flush=True,

@@ -27,6 +27,15 @@ _UNUSED_SECONDS = 30 * 24 * 3600.0
 _SOURCE_FOLDERS = ("engine", "kernels", "models", "sharding")
 
 
+def compile_options(platform: str) -> dict[str, str | bool | int]:
+    """XLA's options for every program of the engine, beside what XLA_FLAGS says."""
+    if platform != "gpu":
+        return {}
+    # The KV cache is updated in place, but the pass that trades memory for work counts a new cache for each kernel that
+    # writes to it. It then computes what all layers share anew for each layer: some 150 kernels a step.
+    return {"xla_disable_hlo_passes": "rematerialization"}
+
+
 class ExecutableCache:
     """Serialized programs in a folder that belongs to the user: like any program of theirs, its files are trusted.
 
@@ -40,8 +49,10 @@ class ExecutableCache:
         device = devices[0]
         self._folder = folder
         self._devices = tuple(devices)
+        self._options = compile_options(device.platform)
         self._context = "\n".join(
             [
+                str(self._options),
                 context,
                 jax.__version__,
                 jaxlib_version.__version__,
@@ -60,7 +71,7 @@ class ExecutableCache:
             loaded = _load(path, self._devices)
             if loaded is not None:
                 return loaded
-        compiled = lower().compile()
+        compiled = lower().compile(compiler_options=self._options)
         if path is not None:
             _store(path, compiled)
         return compiled
