@@ -7,7 +7,8 @@ cores' result (they want 64 of them), and x's rows, padded to 8, are its columns
 
 Where the columns alone make too few thread blocks to draw the whole bandwidth, a cluster of blocks shares them and
 each block multiplies one part of k. The blocks leave their float32 results in memory (in practice: in L2), wait for
-each other, and each one adds up some of the rows, always in the same order: results are reproducible to the bit.
+each other, and each one adds up some of the rows, always in the same order: results are reproducible to the bit. They
+go there and back by plain stores and loads: the copy engine's are ordered by neither fence nor barrier of a cluster.
 
 With programmatic dependent launch this kernel starts while the one before it still runs. Where the caller promises
 that the weights don't depend on that one, it fills its ring with weights before it waits for the other's results.
@@ -22,6 +23,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array, Float
 
 TILE = 64  # columns of a weight tile: a row of it is 128 bytes, the widest swizzle, and one wgmma has 64 rows of result
@@ -31,10 +33,14 @@ MAX_ROWS = 128
 MAX_SPLIT = 4
 MIN_STAGES = 2
 
-# A cluster splits k until there are this many thread blocks: an H100 has 132 multiprocessors.
-_ENOUGH_BLOCKS = 96
-# Two blocks fit into a multiprocessor's shared memory: this kernel's and, ahead of its turn, the next one's.
+# A cluster splits k until there are this many thread blocks. Measured on an H100, whose 132 multiprocessors more would
+# fill better: the exchange between the blocks costs more than that gains.
+_ENOUGH_BLOCKS = 48
+# Two blocks fit into a multiprocessor's shared memory: this kernel's and, ahead of its turn, the next one's. Where there
+# are more blocks than multiprocessors, more do (as long as they find registers), so that few wait for a last round.
 _RING_BYTES = 104 * 1024
+_SHORT_RING_BYTES = 52 * 1024
+_MULTIPROCESSORS = 132
 _MAX_STAGES = 8
 
 
@@ -115,7 +121,9 @@ def choose_config(rows: int, k: int, columns: int, *, is_swiglu: bool) -> Tuning
     while split < MAX_SPLIT and blocks * split < _ENOUGH_BLOCKS and k % (2 * split * BLOCK_K) == 0:
         split *= 2
     stage_bytes = 2 * BLOCK_K * (tiles * TILE + _round_up(rows, ROW_ALIGNMENT))
-    return TuningConfig(split, stages=min(_RING_BYTES // stage_bytes, _MAX_STAGES))
+    shares = blocks * split > _MULTIPROCESSORS and rows <= 64
+    ring_bytes = _SHORT_RING_BYTES if shares else _RING_BYTES
+    return TuningConfig(split, stages=max(MIN_STAGES, min(ring_bytes // stage_bytes, _MAX_STAGES)))
 
 
 def unsupported_reason(x: Array, w: Array, out_dtype: jnp.dtype) -> str | None:
@@ -229,30 +237,38 @@ def _multiply(problem: Problem, smem, barriers) -> list[Array]:
     return pl.run_scoped(body, *[accumulator] * problem.tiles)
 
 
-def _exchange(problem: Problem, block, rank, results: list[Array], parts_ref, smem, barriers) -> None:
+def _exchange(problem: Problem, block, rank, results: list[Array], parts_ref, barriers) -> None:
     """Leaves this block's results for the cluster, and waits until all blocks have done so."""
     for tile, result in enumerate(results):
-        smem["staging"].at[tile][...] = result
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem["staging"], parts_ref.at[block, rank])
-    plgpu.wait_smem_to_gmem(0)
+        parts_ref.at[block, rank, tile, :, pl.ds(0, problem.padded_rows)][...] = result
+    if problem.on_device:
+        _order_global_memory()
     plgpu.barrier_arrive(barriers["exchanged"])
     plgpu.barrier_wait(barriers["exchanged"])
+    if problem.on_device:
+        _order_global_memory()
 
 
-def _add_parts(problem: Problem, block, rank, parts_ref, smem, barriers) -> list[Array]:
+@plgpu.inline_mgpu()
+def _order_global_memory(*_: Any) -> None:
+    """Every thread's stores so far are done before any thread of the warpgroup goes on, and its loads come after.
+
+    The barrier of a cluster orders shared memory alone, and one thread arrives at it for the warpgroup.
+    """
+    mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue] (jax 0.10)
+    mgpu.warpgroup_barrier()
+
+
+def _add_parts(problem: Problem, block, rank, parts_ref) -> list[Array]:
     """The sums over the cluster, of this block's rows: [TILE, rows_per_rank] for each weight tile."""
-    plgpu.copy_gmem_to_smem(
-        parts_ref.at[block, :, :, :, _rank_rows(problem, rank)],
-        smem["received"],
-        barriers["received"],
-        oob_mode=plgpu.OOBFillMode.ZEROS,
-    )
-    plgpu.barrier_wait(barriers["received"])
     sums = []
     for tile in range(problem.tiles):
         parts = [
-            plgpu.load(smem["received"].at[part, tile], layout=plgpu.Layout.WGMMA, optimized=False)  # pyright: ignore[reportCallIssue]
+            plgpu.load(  # pyright: ignore[reportCallIssue]
+                parts_ref.at[block, part, tile, :, _rank_rows(problem, rank)],
+                layout=plgpu.Layout.WGMMA,
+                optimized=False,
+            )
             for part in range(problem.config.split)
         ]
         sums.append(functools.reduce(jnp.add, parts))
@@ -292,40 +308,19 @@ def _scratch(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
         "ready": plgpu.Barrier(num_arrivals=problem.copies_per_step, num_barriers=stages),
         "consumed": plgpu.Barrier(num_barriers=stages),
     }
-    ring = [
-        plgpu.SMEM((stages, tiles, BLOCK_K, TILE), jnp.bfloat16, transforms=transforms),
-        plgpu.SMEM((stages, problem.padded_rows, BLOCK_K), jnp.bfloat16, transforms=transforms),
-    ]
-    if split == 1:
-        smem["ring"] = ring
-    else:
-        # One after the other, so all in one place.
-        smem["ring"] = plgpu.RefUnion(
-            ring,
-            plgpu.SMEM((tiles, TILE, problem.padded_rows), jnp.float32),
-            plgpu.SMEM((split, tiles, TILE, problem.rows_per_rank), jnp.float32),
-        )
-        barriers["received"] = plgpu.Barrier()
+    smem["w"] = plgpu.SMEM((stages, tiles, BLOCK_K, TILE), jnp.bfloat16, transforms=transforms)
+    smem["x"] = plgpu.SMEM((stages, problem.padded_rows, BLOCK_K), jnp.bfloat16, transforms=transforms)
+    if split > 1:
         barriers["exchanged"] = plgpu.ClusterBarrier(collective_axes=("rank",))
     if problem.has_residual:
         barriers["residual"] = plgpu.Barrier()
     return smem, barriers
 
 
-def _named(problem: Problem, smem: dict[str, Any]) -> dict[str, Any]:
-    """Shared memory by name, whatever shares a place with the ring."""
-    if problem.config.split == 1:
-        w, x = smem["ring"]
-        return {"w": w, "x": x, "out": smem["out"]}
-    (w, x), staging, received = smem["ring"]
-    return {"w": w, "x": x, "staging": staging, "received": received, "out": smem["out"]}
-
-
 def _kernel(problem: Problem, x: Array, w: Array, residual: Array | None) -> Array:
     split = problem.config.split
 
     def decode_matmul(*refs, smem, barriers):
-        smem = _named(problem, smem)
         x_ref, w_ref = refs[:2]
         residual_ref = refs[2] if problem.has_residual else None
         out_ref, parts_ref = refs[2 + problem.has_residual :]
@@ -341,11 +336,11 @@ def _kernel(problem: Problem, x: Array, w: Array, residual: Array | None) -> Arr
             if split == 1:
                 _finish(problem, block, rank, results, out_ref, smem, barriers)
                 return
-            _exchange(problem, block, rank, results, parts_ref, smem, barriers)
+            _exchange(problem, block, rank, results, parts_ref, barriers)
 
             @pl.when(_has_rows(problem, rank))
             def _():
-                sums = _add_parts(problem, block, rank, parts_ref, smem, barriers)
+                sums = _add_parts(problem, block, rank, parts_ref)
                 _finish(problem, block, rank, sums, out_ref, smem, barriers)
 
         @pl.when(warpgroup == 1)
@@ -354,7 +349,8 @@ def _kernel(problem: Problem, x: Array, w: Array, residual: Array | None) -> Arr
 
     scratch, barrier_scratch = _scratch(problem)
     blocks = problem.columns // problem.out_columns
-    parts_shape = (blocks, split, problem.tiles, TILE, problem.padded_rows) if split > 1 else (1,)
+    # The last ranks' rows may end past the padded ones: what they read there goes nowhere.
+    parts_shape = (blocks, split, problem.tiles, TILE, split * problem.rows_per_rank) if split > 1 else (1,)
     out, _ = plgpu.kernel(
         decode_matmul,
         out_type=(
