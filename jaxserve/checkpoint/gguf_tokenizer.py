@@ -39,7 +39,7 @@ def read_gguf_tokenizer(file: GGUFFile) -> TokenizerFiles | None:
                 pieces,
                 kinds,
                 scores,
-                adds_prefix_space=bool(file.get("tokenizer.ggml.add_space_prefix", True)),
+                prefix_space="sentencepiece" if file.get("tokenizer.ggml.add_space_prefix", True) else "never",
                 bos=bos if file.get("tokenizer.ggml.add_bos_token", True) else None,
             )
         else:

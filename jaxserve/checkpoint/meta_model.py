@@ -127,7 +127,7 @@ def _context(params: Mapping[str, Any], theta: float, where: str) -> int:
 def _read_tokenizer(folder: Path) -> TokenizerFiles | None:
     if not (folder / _TOKENIZER_FILE).exists():
         return None
-    text = read_model_file(checked_file(folder, _TOKENIZER_FILE), {})
+    text = read_model_file(checked_file(folder, _TOKENIZER_FILE), None)
     backend = tokenizers.Tokenizer.from_str(text)
     bos, eos = (BEGIN_OF_TEXT, END_OF_TEXT) if backend.token_to_id(BEGIN_OF_TEXT) is not None else ("<s>", "</s>")
     ends = (backend.token_to_id(token) for token in (eos, END_OF_MESSAGE, END_OF_TURN))

@@ -11,12 +11,13 @@ from google.protobuf.message import DecodeError
 
 from jaxserve.checkpoint.added_tokens import added_tokens
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.tokenizer_build import sentencepiece_tokenizer
+from jaxserve.checkpoint.tokenizer_build import PrefixSpace, sentencepiece_tokenizer
 from jaxserve.checkpoint.tokenizer_files import error_line
 
 
-def read_sentencepiece(path: Path, config: Mapping[str, Any]) -> str:
+def read_sentencepiece(path: Path, config: Mapping[str, Any] | None) -> str:
     """The `tokenizer.json` of a SentencePiece model. As `read_model_file`."""
+    settings = {} if config is None else config
     model = sentencepiece_model.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
     try:
         model.ParseFromString(path.read_bytes())
@@ -29,15 +30,24 @@ def read_sentencepiece(path: Path, config: Mapping[str, Any]) -> str:
     names = {1: "normal", 2: "unknown", 3: "control", 4: "user", 5: "unused", 6: "byte"}
     pieces = [piece.piece for piece in model.pieces]
     bos_id = model.trainer_spec.bos_id
-    adds_bos = config.get("add_bos_token", True) and 0 <= bos_id < len(pieces)
+    adds_bos = settings.get("add_bos_token", True) and 0 <= bos_id < len(pieces)
     try:
         return sentencepiece_tokenizer(
             pieces,
             [names[piece.type] for piece in model.pieces],  # pyright: ignore[reportArgumentType]
             [piece.score for piece in model.pieces],
-            adds_prefix_space=model.normalizer_spec.add_dummy_prefix,
+            prefix_space=_prefix_space(config, model.normalizer_spec.add_dummy_prefix),
             bos=(pieces[bos_id], bos_id) if adds_bos else None,
-            added=added_tokens(config, len(pieces), path),
+            added=added_tokens(settings, len(pieces), path),
         )
     except ValueError as error:
         raise CheckpointError(f"{path}: {error_line(error)}") from error
+
+
+def _prefix_space(config: Mapping[str, Any] | None, model_adds_it: bool) -> PrefixSpace:
+    """As transformers 5 has it where there is a tokenizer_config.json for it; SentencePiece's own way otherwise."""
+    if config is None:
+        return "sentencepiece" if model_adds_it else "never"
+    if config.get("add_prefix_space") is False:
+        return "never"
+    return "always" if config.get("legacy", False) else "first"

@@ -9,6 +9,10 @@ from typing import Literal
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 PieceKind = Literal["normal", "unknown", "control", "user", "unused", "byte"]
+# Where a space is put before a text, so that its first word is spelt as any other. "sentencepiece": before every stretch
+# between control tokens, as SentencePiece itself does for a text; "always" and "first": before every stretch or the first
+# one, but not where there is a space already, as transformers does; "never".
+PrefixSpace = Literal["sentencepiece", "always", "first", "never"]
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -97,7 +101,7 @@ def sentencepiece_tokenizer(
     kinds: Sequence[PieceKind],
     scores: Sequence[float],
     *,
-    adds_prefix_space: bool,
+    prefix_space: PrefixSpace,
     bos: tuple[str, int] | None,
     added: Sequence[AddedToken] = (),
 ) -> str:
@@ -105,7 +109,6 @@ def sentencepiece_tokenizer(
 
     Args:
         scores: of the pieces: the higher, the earlier it is merged.
-        adds_prefix_space: a text gets a space before it, so that its first word is spelt as any other.
         added: tokens beyond the vocabulary, in the order of their ids, which follow the pieces'.
 
     Raises:
@@ -121,9 +124,13 @@ def sentencepiece_tokenizer(
         byte_fallback="byte" in kinds,
     )
     tokenizer = Tokenizer(model)
-    spaces = [normalizers.Replace(" ", "▁")]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if adds_prefix_space else spaces)
-    strip = [decoders.Strip(content=" ", left=1, right=0)] if adds_prefix_space else []
+    if prefix_space in ("always", "first"):
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=prefix_space, split=False)
+    else:
+        spaces = [normalizers.Replace(" ", "▁")]
+        prepended = [normalizers.Prepend("▁"), *spaces] if prefix_space == "sentencepiece" else spaces
+        tokenizer.normalizer = normalizers.Sequence(prepended)
+    strip = [] if prefix_space == "never" else [decoders.Strip(content=" ", left=1, right=0)]
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )

@@ -66,17 +66,18 @@ def eos_token_ids_from_configs(folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def read_model_file(path: Path, config: Mapping[str, Any]) -> str:
+def read_model_file(path: Path, config: Mapping[str, Any] | None) -> str:
     """The `tokenizer.json` that a `tokenizer.model` stands for, whichever of the two formats of that name it is.
 
     Args:
-        config: what tokenizer_config.json says: tokens beyond the vocabulary, and whether BOS is put first.
+        config: what tokenizer_config.json says: tokens beyond the vocabulary, whether BOS is put first, and spaces; None:
+            there is none, as in Meta's layout.
 
     Raises:
         CheckpointError: if it is damaged, or of a kind that is not supported.
     """
     if is_tiktoken(path):
-        return read_tiktoken(path, config)
+        return read_tiktoken(path, config or {})
     from jaxserve.checkpoint.sentencepiece_read import read_sentencepiece  # here: its library is only for such files
 
     return read_sentencepiece(path, config)

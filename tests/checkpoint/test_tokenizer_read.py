@@ -16,7 +16,7 @@ from jaxserve.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER
 from jaxserve.checkpoint.tokenizer_build import BYTE_LEVEL_RULES, byte_level_tokenizer
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings
-from jaxserve.checkpoint.tokenizer_read import read_hf_tokenizer
+from jaxserve.checkpoint.tokenizer_read import read_hf_tokenizer, read_model_file
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoint.files import byte_tokenizer_metadata, write_gguf
@@ -122,7 +122,14 @@ def from_gguf(tmp_path: Path, model: bytes) -> Tokenizer:
     return Tokenizer(files)
 
 
-@pytest.mark.parametrize("make", [from_folder, from_gguf])
+def as_meta_has_it(tmp_path: Path, model: bytes) -> Tokenizer:
+    """A `tokenizer.model` that no tokenizer_config.json says more about."""
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    settings = TokenizerSettings(bos_token_id=1, eos_token_ids=(2,))
+    return Tokenizer(TokenizerFiles(read_model_file(tmp_path / "tokenizer.model", None), settings))
+
+
+@pytest.mark.parametrize("make", [as_meta_has_it, from_gguf])
 def test_sentencepiece_ids_are_its_own(tmp_path: Path, sentencepiece_model: bytes, make: Any) -> None:
     reference = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
     tokenizer = make(tmp_path, sentencepiece_model)
