@@ -76,7 +76,15 @@ def test_llama3_scaling_with_a_missing_number_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*supported are LlamaForCausalLM"),
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*not Llama's.*supported are LlamaForCausalLM"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3.*not Llama's"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*mixture of experts"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
+        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "longrope"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5",
+        ),
         ({"architectures": ...}, "architectures"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
@@ -123,6 +131,18 @@ def test_biases_and_norms_of_the_families() -> None:
     assert flags("MistralForCausalLM", attention_bias=True, mlp_bias=True) == (False, False, False, False)
     assert flags("Qwen2ForCausalLM") == (True, False, False, False)
     assert flags("Qwen3ForCausalLM") == (False, False, False, True)
+    assert flags("Phi3ForCausalLM") == (False, False, False, False)
+
+
+def test_qwen3s_heads_are_of_128_where_nothing_is_said() -> None:
+    assert config_of(architectures=["Qwen3ForCausalLM"], head_dim=...).head_dim == 128
+    assert config_of(architectures=["Qwen2ForCausalLM"], head_dim=...).head_dim == 16
+
+
+def test_phi3_slides_where_a_window_is_given() -> None:
+    phi3 = ["Phi3ForCausalLM"]
+    assert config_of(architectures=phi3, sliding_window=2047).sliding_window == 2047
+    assert config_of(architectures=phi3).sliding_window is None
 
 
 # --- GGUF

@@ -1,0 +1,209 @@
+"""PyTorch's own files: Hugging Face's `.bin`, Meta's `consolidated.NN.pth`, opened by torch's weights-only loader alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxserve.checkpoint.convert import convert
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.manifest import read_manifest
+from jaxserve.checkpoint.tensor_names import HUGGING_FACE, META
+from jaxserve.config import RopeScaling
+from jaxserve.models.params import LlamaParams
+from jaxserve.progress import NoProgress
+from tests.checkpoint.files import MODULES, converted, permuted
+from tests.tiny_model import write_tiny_llama
+
+TOKENIZERS = Path(__file__).parents[1] / "goldens" / "tokenizers"
+SHAPE = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_llama(tmp_path / "source", vocab_size=260, **SHAPE)
+
+
+class Marker:
+    """Makes a folder when it is unpickled plainly."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def assert_refused(source: Path, match: str) -> None:
+    with pytest.raises(CheckpointError, match=match) as caught:
+        convert(source, source.parent / "refused", progress=NoProgress())
+    assert "\n" not in str(caught.value)
+    assert not [path for path in source.parent.iterdir() if "refused" in path.name]
+
+
+def assert_equal_params(left: LlamaParams, right: LlamaParams) -> None:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), left, right)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "consolidated.00.pth"])
+def test_without_torch_the_extra_is_named_and_nothing_opened(
+    folder: Path, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / file).write_bytes(pickle.dumps(Marker(tmp_path / "marker")))
+    if file.endswith(".pth"):
+        (folder / "config.json").unlink()
+        write_params(folder)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert_refused(folder, match=r"pickled weights.*pip install 'jaxserve\[torch\]'")
+    assert not (tmp_path / "marker").exists()
+
+
+def test_safetensors_count_where_both_are_there(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Marker(tmp_path / "marker")))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    convert(folder, tmp_path / "converted", progress=NoProgress())
+    assert "ignored" in caplog.text
+    assert "pytorch_model.bin" in caplog.text
+    assert not (tmp_path / "marker").exists()
+
+
+class TestWithTorch:
+    """Needs the extra `torch`."""
+
+    @pytest.fixture
+    def torch(self) -> Any:
+        return pytest.importorskip("torch")
+
+    def test_code_in_a_pickle_is_not_run(self, folder: Path, tmp_path: Path, torch: Any) -> None:
+        (folder / "model.safetensors").unlink()
+        torch.save({"model.norm.weight": Marker(tmp_path / "marker")}, folder / "pytorch_model.bin")
+        assert_refused(folder, match=r"pytorch_model\.bin.*more than tensors")
+        assert not (tmp_path / "marker").exists()
+
+    @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" + b"x" * 100, pickle.dumps([1, 2])])
+    def test_damaged(self, folder: Path, content: bytes, torch: Any) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "pytorch_model.bin").write_bytes(content)
+        assert_refused(folder, match=r"pytorch_model\.bin")
+
+    def test_cut_short(self, folder: Path, torch: Any) -> None:
+        tensors = {name: torch.from_numpy(value) for name, value in load_file(folder / "model.safetensors").items()}
+        (folder / "model.safetensors").unlink()
+        torch.save(tensors, folder / "pytorch_model.bin")
+        content = (folder / "pytorch_model.bin").read_bytes()
+        (folder / "pytorch_model.bin").write_bytes(content[:-100])
+        assert_refused(folder, match=r"pytorch_model\.bin is damaged")
+
+    @pytest.mark.parametrize("shards", [1, 2])
+    def test_same_as_from_safetensors(self, folder: Path, tmp_path: Path, shards: int, torch: Any) -> None:
+        direct = converted(folder, tmp_path / "direct", dtype="bfloat16")
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        files = ["pytorch_model.bin"] if shards == 1 else [f"pytorch_model-{i}.bin" for i in range(shards)]
+        place = {name: files[index % shards] for index, name in enumerate(tensors)}
+        for file in files:
+            members = {name: torch.from_numpy(tensors[name]) for name in tensors if place[name] == file}
+            torch.save({name: value.to(torch.bfloat16) for name, value in members.items()}, folder / file)
+        if shards > 1:
+            (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": place}))
+        params = converted(folder, tmp_path / "converted", dtype="bfloat16")
+        np.testing.assert_array_equal(np.asarray(params.layers[1].wqkv), np.asarray(direct.layers[1].wqkv))
+        np.testing.assert_array_equal(np.asarray(params.lm_head), np.asarray(direct.lm_head))
+
+    def test_file_of_the_index_outside_the_folder(self, folder: Path, torch: Any) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "../other/model.bin"}}')
+        assert_refused(folder, match="refuses the file name")
+
+    # --- Meta's layout
+
+    @pytest.mark.parametrize("cut_embedding", ["vocabulary", "hidden"])
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_metas_parts_are_joined(
+        self, folder: Path, tmp_path: Path, ranks: int, cut_embedding: str, torch: Any
+    ) -> None:
+        direct = converted(folder, tmp_path / "direct")
+        meta = meta_folder(folder, tmp_path / "meta", torch, ranks=ranks, embedding_axis=int(cut_embedding == "hidden"))
+        assert_equal_params(converted(meta, tmp_path / "converted"), direct)
+        manifest = read_manifest(tmp_path / "converted")
+        assert (manifest.source, manifest.architecture) == ("meta", "LlamaForCausalLM")
+
+    def test_metas_tokenizer_and_its_ends(self, folder: Path, tmp_path: Path, torch: Any) -> None:
+        meta = meta_folder(folder, tmp_path / "meta", torch)
+        shutil.copy(TOKENIZERS / "tiktoken" / "tokenizer.model", meta)
+        convert(meta, tmp_path / "converted", progress=NoProgress())
+        config = read_manifest(tmp_path / "converted").model_config
+        assert (config.bos_token_id, config.eos_token_ids) == (600, (601, 608, 609))
+
+    def test_what_params_json_leaves_unsaid(
+        self, folder: Path, tmp_path: Path, torch: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        meta = meta_folder(folder, tmp_path / "meta", torch, rope_theta=500000.0, use_scaled_rope=True)
+        convert(meta, tmp_path / "converted", progress=NoProgress())
+        config = read_manifest(tmp_path / "converted").model_config
+        assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+        assert (config.rope_theta, config.max_position_embeddings) == (500000.0, 131072)
+        assert "131072 tokens of Llama 3.1" in caplog.text
+
+    def test_missing_rank(self, folder: Path, tmp_path: Path, torch: Any) -> None:
+        meta = meta_folder(folder, tmp_path / "meta", torch, ranks=2)
+        (meta / "consolidated.00.pth").unlink()
+        assert_refused(meta, match=r"consolidated\.00\.pth is missing")
+
+    def test_ranks_of_unlike_shape(self, folder: Path, tmp_path: Path, torch: Any) -> None:
+        meta = meta_folder(folder, tmp_path / "meta", torch, ranks=2)
+        shutil.copy(meta_folder(folder, tmp_path / "other", torch) / "consolidated.00.pth", meta / "consolidated.01.pth")
+        assert_refused(meta, match=r"consolidated\.01\.pth has other tensors")
+
+
+def write_params(folder: Path, **changes: Any) -> None:
+    params = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "vocab_size": -1, **changes}
+    (folder / "params.json").write_text(json.dumps(params))
+
+
+def meta_folder(
+    folder: Path, destination: Path, torch: Any, *, ranks: int = 1, embedding_axis: int = 0, **params: Any
+) -> Path:
+    """A Hugging Face folder's weights in Meta's layout."""
+    destination.mkdir()
+    write_params(destination, **params)
+    parts: list[dict[str, Any]] = [{} for _ in range(ranks)]
+    for name, value in load_file(folder / "model.safetensors").items():
+        own_name, rows, axis = meta_tensor(name, value)
+        axis = embedding_axis if own_name == META.embedding else axis
+        pieces = [rows] * ranks if axis is None else np.split(rows, ranks, axis=axis)
+        for part, piece in zip(parts, pieces, strict=True):
+            part[own_name] = torch.from_numpy(np.ascontiguousarray(piece))
+    for rank, part in enumerate(parts):
+        part["rope.freqs"] = torch.zeros(8)
+        torch.save(part, destination / f"consolidated.{rank:02d}.pth")
+    return destination
+
+
+def meta_tensor(name: str, value: np.ndarray) -> tuple[str, np.ndarray, int | None]:
+    """A tensor's name in Meta's layout, its rows in that order, and the axis that ranks cut."""
+    for part, axis in (("embedding", 0), ("final_norm", None), ("lm_head", 0)):
+        if name == getattr(HUGGING_FACE, part):
+            return getattr(META, part), value, axis
+    for layer in range(2):
+        for module in MODULES:
+            if name == HUGGING_FACE.in_layer(layer, module):
+                if module in ("q", "k"):
+                    value = permuted(value, 4 if module == "q" else 2)
+                axis = None if module.endswith("norm") else 1 if module in ("o", "down") else 0
+                return META.in_layer(layer, module), value, axis
+    raise AssertionError(name)

@@ -1,0 +1,97 @@
+"""Quantization at conversion: what is stored, what is restored, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.convert import convert
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.manifest import read_manifest
+from jaxserve.checkpoint.quantize import QuantizationStep, quantization_step
+from jaxserve.checkpoint.store import load_checkpoint
+from jaxserve.config import QuantizationConfig
+from jaxserve.models.params import param_specs
+from jaxserve.models.quantization import dequantize
+from jaxserve.models.quantize_params import quantize_params
+from jaxserve.progress import NoProgress
+from jaxserve.sharding.mesh import make_mesh
+from jaxserve.sharding.placement import named_shardings
+from tests.tiny_engine import MODEL_CONFIG
+from tests.tiny_model import write_tiny_llama
+
+NAMES = ("fp8", "fp8-weight-only", "int8", "int4", "int4-32")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("source") / "model", intermediate_size=256, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def quantized(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("converted")
+    return {
+        str(name): convert(source, folder / str(name), step=quantization_step(name), progress=NoProgress())
+        for name in (None, *NAMES)
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_weights_as_when_they_are_quantized_after_loading(name: str, quantized: dict[str, Path]) -> None:
+    dense = load_checkpoint(quantized["None"], "float32", NoProgress())
+    stored = load_checkpoint(quantized[name], "float32", NoProgress())
+    expected = quantize_params(dense.params, dense.model_config, QuantizationConfig.named(name))
+    assert stored.model_config.quantization == QuantizationConfig.named(name)
+    assert jax.tree.structure(stored.params) == jax.tree.structure(expected)
+    for (path, leaf), other in zip(
+        jax.tree_util.tree_leaves_with_path(stored.params), jax.tree.leaves(expected), strict=True
+    ):
+        assert leaf.dtype == other.dtype, path
+        np.testing.assert_array_equal(leaf.astype(jnp.float32), other.astype(jnp.float32), err_msg=str(path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_restored_into_the_shards_of_a_mesh(name: str, quantized: dict[str, Path]) -> None:
+    config = read_manifest(quantized[name]).model_config
+    shardings = named_shardings(param_specs(config), make_mesh(jax.devices(), 2))
+    whole = load_checkpoint(quantized[name], "bfloat16", NoProgress()).params
+    cut = load_checkpoint(quantized[name], "bfloat16", NoProgress(), shardings=shardings).params
+    for weight in ("wqkv", "wo", "w_gate_up", "w_down"):
+        one, other = getattr(whole.layers[1], weight), getattr(cut.layers[1], weight)
+        np.testing.assert_array_equal(dequantize(one), dequantize(other))
+        assert other.values.addressable_shards[0].data.size == one.values.size // 2
+    assert whole.embedding.dtype == jnp.bfloat16
+
+
+def test_the_manifest_and_the_disk_tell(quantized: dict[str, Path]) -> None:
+    manifest = read_manifest(quantized["int4-32"])
+    assert manifest.quantization == "int4-32"
+    values = manifest.arrays["layer_000/w_down/values"]
+    assert (values.dtype, values.shape) == ("uint8", (64, 128))
+    assert manifest.arrays["layer_000/w_down/scales"].dtype == "bfloat16"
+    assert read_manifest(quantized["None"]).quantization == "none"
+    sizes = {name: sum(read_manifest(folder).files.values()) for name, folder in quantized.items()}
+    assert sizes["int4"] < sizes["int8"] < sizes["None"]
+
+
+def test_a_quantized_model_is_not_quantized_again() -> None:
+    config = QuantizationStep(QuantizationConfig("int8")).config(MODEL_CONFIG)
+    with pytest.raises(CheckpointError, match="cannot quantize to fp8: the model is quantized already, as int8"):
+        QuantizationStep(QuantizationConfig("fp8")).config(config)
+
+
+def test_sizes_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> None:
+    source = write_tiny_llama(tmp_path / "model", intermediate_size=99)
+    with pytest.raises(CheckpointError, match="cannot quantize to int4: 99 inputs"):
+        convert(source, tmp_path / "out", step=quantization_step("int4"), progress=NoProgress())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="quantization='awq' must be one of fp8"):
+        quantization_step("awq")
