@@ -39,13 +39,14 @@ _ERRORS = {
     400: "The request can never be served as it is; the message names what is wrong.",
     401: "No valid API key came with the request.",
     404: "Another model is served here.",
+    408: "The request did not come whole in time.",
     413: "The body is larger than the server accepts.",
     429: "Too many requests wait.",
     500: "The server failed on this request.",
-    503: "The model loads, the server shuts down, or the engine has failed.",
+    503: "The model loads, the server shuts down, the engine has failed, or there are too many connections.",
 }
-_WORK_ERRORS = (400, 401, 404, 413, 429, 500, 503)
-_TEXT_ERRORS = (400, 401, 404, 413, 500, 503)
+_WORK_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503)
+_TEXT_ERRORS = (400, 401, 404, 408, 413, 500, 503)
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,13 @@ OPERATIONS: tuple[Operation, ...] = (
         "/health", "get", "Whether requests are served; needs no key.",
         _object(status={"const": "ok"}, device={"type": "string"}), (503,),
     ),
-    Operation("/load", "get", "Requests that are being answered.", _object(server_load={"type": "integer"}), (401,)),
-    Operation("/version", "get", "The server's version.", _object(version={"type": "string"}), (401,)),
+    Operation("/load", "get", "Requests that are being answered.", _object(server_load={"type": "integer"}), (401, 503)),
+    Operation("/version", "get", "The server's version.", _object(version={"type": "string"}), (401, 503)),
     Operation("/stats", "get", "The engine's numbers, as JSON.", {"type": "object"}, (401, 503)),
     Operation(
-        "/metrics", "get", "Metrics in Prometheus' text format.", {"type": "string"}, (401,), media_type="text/plain"
+        "/metrics", "get", "Metrics in Prometheus' text format.", {"type": "string"}, (401, 503), media_type="text/plain"
     ),
-    Operation("/openapi.json", "get", "This description.", {"type": "object"}, (401,)),
+    Operation("/openapi.json", "get", "This description.", {"type": "object"}, (401, 503)),
 )  # fmt: skip
 
 
