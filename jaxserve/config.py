@@ -253,6 +253,8 @@ class ServerConfig:
         ssl_certfile, ssl_keyfile: PEM files; with them the server speaks HTTPS.
         root_path: what a proxy in front puts before every path, such as "/llm"; "" for none.
         api_keys: any of them opens every route; none: everyone may come in.
+        admin_api_keys: any of them opens the routes for administrators as well; if there are only other keys, nobody does.
+        pinned_prompt: a system prompt that is computed at start and kept in the prefix cache.
         allowed_origins: web origins whose pages may call the server, such as "https://chat.example"; "*": all of them.
         served_model_name: what clients call the model; None: the name that it was asked for by.
         allow_special_tokens_in_content: whether what messages say may make control tokens, as Hugging Face has it.
@@ -275,6 +277,8 @@ class ServerConfig:
     ssl_keyfile: str | None = None
     root_path: str = ""
     api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
+    pinned_prompt: str | None = None
     allowed_origins: tuple[str, ...] = ()
     served_model_name: str | None = None
     allow_special_tokens_in_content: bool = False
@@ -292,7 +296,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port={self.port} must lie in 0..65535 (0: any free port)")
-        if any(not key for key in self.api_keys):
+        if any(not key for key in (*self.api_keys, *self.admin_api_keys)):
             raise ValueError("an API key must not be empty")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile go together: give both, or none")

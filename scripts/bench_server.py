@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -81,12 +82,25 @@ class InstantEngine:
     def __init__(self) -> None:
         self._ids = itertools.count()
 
-    def submit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> InstantStream:
-        del prompt_token_ids, sampling
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> InstantStream:
+        del prompt_token_ids, sampling, cache_salt, priority
         return InstantStream(f"request-{next(self._ids)}")
 
     def stats(self) -> FakeStats:
         return FakeStats(num_running=0, num_waiting=0)
+
+    def flush_prefix_cache(self) -> Future[int]:
+        raise NotImplementedError
+
+    def pin_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        raise NotImplementedError
 
     def start_draining(self) -> None: ...
 

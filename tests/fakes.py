@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from tokenizers.processors import TemplateProcessing
@@ -182,7 +183,10 @@ class FakeEngine:
         self.gate.set()
         self.live: dict[str, FakeStream] = {}
         self.submitted: list[tuple[list[int], SamplingParams]] = []
+        self.salts_and_priorities: list[tuple[str | None, int]] = []
         self.aborted: list[tuple[str, int]] = []
+        self.pinned: list[list[int]] = []
+        self.num_flushed = 0
         self._token_delay = token_delay
         self._fail_after = fail_after
         self._max_live = max_live
@@ -193,7 +197,14 @@ class FakeEngine:
     def is_ready(self) -> bool:
         return not self._draining and self.failure is None
 
-    def submit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> FakeStream:
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> FakeStream:
         if not self.is_ready:
             raise EngineStoppedError("the engine takes no new requests")
         if not prompt_token_ids:
@@ -207,6 +218,7 @@ class FakeEngine:
         if len(self.live) >= self._max_live:
             raise QueueFullError("too many requests wait")
         self.submitted.append((list(prompt_token_ids), sampling))
+        self.salts_and_priorities.append((cache_salt, priority))
         stream = FakeStream(self, f"request-{next(self._ids)}", prompt_token_ids, sampling)
         self.live[stream.request_id] = stream
         return stream
@@ -225,6 +237,17 @@ class FakeEngine:
 
     def stats(self) -> FakeStats:
         return FakeStats(num_running=len(self.live), num_waiting=0, num_free_pages=100 - len(self.live))
+
+    def flush_prefix_cache(self) -> Future[int]:
+        self.num_flushed += 1
+        freed: Future[int] = Future()
+        freed.set_result(7)
+        return freed
+
+    def pin_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise RequestError("the prompt is too long", parameter="prompt", code="context_length_exceeded")
+        self.pinned.append(list(prompt_token_ids))
 
     def start_draining(self) -> None:
         self._draining = True

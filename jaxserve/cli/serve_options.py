@@ -52,6 +52,17 @@ ApiKey = Annotated[
 ApiKeyFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File with further keys, one on each line; # starts a comment line.")
 ]
+AdminApiKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY", envvar="JAXSERVE_ADMIN_API_KEY", show_envvar=True,
+        help="Key that also opens what is for administrators (/flush_cache); may be given several times.",
+    ),
+]  # fmt: skip
+PinnedPrompt = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Text of a system prompt that is computed at start and kept."),
+]
 ServedModelName = Annotated[
     str | None, typer.Option(metavar="NAME", help="Name that clients ask for; unset: MODEL as given.")
 ]

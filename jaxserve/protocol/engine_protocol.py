@@ -6,6 +6,7 @@ Naming it here keeps the text side free of jax: importing the protocol or the se
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from jaxserve.config import ModelConfig
@@ -79,11 +80,34 @@ class Engine(Protocol):
     def is_ready(self) -> bool: ...
     @property
     def failure(self) -> BaseException | None: ...
-    def submit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> TokenStream:
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> TokenStream:
         """Queues a request.
+
+        Args:
+            cache_salt: only requests with the same one share what is computed of prompts.
+            priority: a smaller one goes first, where the engine schedules by priority.
 
         Raises:
             RequestError: it can never be served; QueueFullError: not now; EngineStoppedError: not by this engine.
+        """
+        ...
+
+    def flush_prefix_cache(self) -> Future[int]:
+        """Forgets what is kept of prompts that nobody uses now; the result is how many KV pages that frees."""
+        ...
+
+    def pin_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        """Computes a prompt and keeps its KV pages, for as long as others can be given up. Blocks.
+
+        Raises:
+            RequestError: it is too long; EngineStoppedError: the engine ended meanwhile.
         """
         ...
 

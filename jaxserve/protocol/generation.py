@@ -103,7 +103,8 @@ class TextGeneration:
         return held
 
     def _push(self, choice: ChoiceText, output: RequestOutput) -> TextDelta:
-        self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
+        if output.index == 0:  # the others find what it has computed, which nobody had before
+            self.cached_tokens = output.num_cached_tokens
         self._timer.take(output)
         delta = choice.push(output)
         if delta.finish_reason is not None and output.finish_reason is None:

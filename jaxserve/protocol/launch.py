@@ -7,7 +7,9 @@ from jaxserve.checkpoint.source import resolve_model
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import build_engine
+from jaxserve.engine.request import RequestError
 from jaxserve.progress import Progress
+from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -20,28 +22,38 @@ def launch(
     served_model_name: str | None = None,
     *,
     allow_special_tokens_in_content: bool = False,
+    pinned_prompt: str | None = None,
 ) -> OpenAIService:
     """A service whose engine runs and has compiled all it will ever need.
 
     Args:
         model: a known name, a local folder or file, or "hf:ORG/NAME".
         served_model_name: what clients call the model; None: `model` itself.
+        pinned_prompt: a system prompt that is computed at once and kept; None: nothing is.
 
     Raises:
         CheckpointError: the model cannot be found, read or used; one line says what to do about it.
+        ValueError: the pinned prompt cannot be served.
     """
     folder = resolve_model(model, progress)
     checkpoint = load_checkpoint(folder, config.dtype, progress)
     tokenizer = load_tokenizer(checkpoint.tokenizer_dir)
     template = load_chat_template(tokenizer, model)
     engine = build_engine(checkpoint.model_config, checkpoint.params, config, progress)
-    return OpenAIService(
+    service = OpenAIService(
         engine,
         tokenizer,
         template,
         served_model_name or model,
         allow_special_tokens_in_content=allow_special_tokens_in_content,
     )
+    if pinned_prompt is not None:
+        try:
+            service.pin_prompt(pinned_prompt)
+        except (BadRequestError, RequestError) as error:
+            service.close()
+            raise ValueError(f"the pinned prompt cannot be served: {error}") from error
+    return service
 
 
 def load_chat_template(tokenizer: Tokenizer, model: str) -> ChatTemplate | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.requests import ChatPromptFields
@@ -58,6 +59,25 @@ class PromptBuilder:
                 param=param,
                 code="chat_template_error",
             ) from error
+
+    def system_prefix(self, text: str) -> list[int]:
+        """Token ids that every conversation with this system prompt begins with; every completion, without a template.
+
+        Raises:
+            BadRequestError: as for `chat`.
+        """
+        if self._template is None:
+            return self.completion(text, "the pinned prompt")
+        first, second = (
+            self.chat(
+                ChatPromptFields.model_validate(
+                    {"messages": [{"role": "system", "content": text}, {"role": "user", "content": question}]}
+                ),
+                "the pinned prompt",
+            )
+            for question in ("a", "1")
+        )
+        return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
 
     def completion(self, prompt: str | list[int], param: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt; ids that the client sent pass as they are.

@@ -29,6 +29,8 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_LENGTH = 1000  # characters
 MAX_STOP_TOKEN_IDS = 128
 MAX_TEMPLATE_VARIABLES = 64
+MAX_CACHE_SALT_LENGTH = 256  # characters
+MAX_PRIORITY = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` on the completions route
 
 # Field -> values that ask for nothing, so that sending them is no error.
@@ -98,6 +100,10 @@ class SamplingFields(AccountFields):
     """How tokens are drawn, and when an answer ends: the same on every route.
 
     Ranges are `SamplingParams`'; they are repeated here so that errors name the field.
+
+    Attributes:
+        cache_salt: prompts share what was computed only with those of the same salt.
+        priority: a smaller one goes first, where the engine schedules by priority.
     """
 
     model: str | None = None
@@ -116,6 +122,8 @@ class SamplingFields(AccountFields):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     stream: bool = False
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
 
 class GenerationRequest(SamplingFields):

@@ -178,6 +178,21 @@ class OpenAIService:
         """
         return len(self._prompts.chat(request))
 
+    def pin_prompt(self, system_prompt: str) -> None:
+        """Computes the pages of a system prompt and keeps them, so that no conversation with it waits for that. Blocks.
+
+        Raises:
+            BadRequestError, RequestError: the template refuses it, or it is too long.
+        """
+        self.engine.pin_prompt(self._prompts.system_prefix(system_prompt))
+
+    async def flush_cache(self) -> int:
+        """Forgets what is kept of prompts that nobody uses now; returns how many KV pages that frees."""
+        try:
+            return await asyncio.wrap_future(self.engine.flush_prefix_cache())
+        except EngineStoppedError as error:
+            raise from_engine_error(error) from error
+
     def models(self) -> ModelList:
         return ModelList(object="list", data=[self.model(self.model_name)])
 
@@ -264,7 +279,12 @@ class OpenAIService:
         generations: list[TextGeneration] = []
         try:
             for prompt in prompts:
-                streams.append(self.engine.submit(prompt.token_ids, self._sampling(request, prompt)))
+                sampling = self._sampling(request, prompt)
+                streams.append(
+                    self.engine.submit(
+                        prompt.token_ids, sampling, cache_salt=request.cache_salt, priority=request.priority
+                    )
+                )
                 generations.append(
                     TextGeneration(
                         streams[-1],

@@ -65,6 +65,7 @@ def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig, trace
             Route("/detokenize", routes.detokenize, methods=["POST"]),
             Route("/health", routes.health, methods=["GET"]),
             Route("/metrics", routes.metrics, methods=["GET"]),
+            Route("/flush_cache", routes.flush_cache, methods=["POST"]),
             Route("/stats", routes.stats, methods=["GET"]),
             Route("/version", routes.version, methods=["GET"]),
             Route("/load", routes.load, methods=["GET"]),
@@ -99,7 +100,7 @@ def _middleware(config: ServerConfig, load: ServerLoad, tracer: Tracer | None) -
         )
     layers.append(Middleware(RequestContextMiddleware))
     layers.append(Middleware(ConnectionLimitMiddleware))
-    layers.append(Middleware(ApiKeyMiddleware, api_keys=config.api_keys))
+    layers.append(Middleware(ApiKeyMiddleware, api_keys=config.api_keys, admin_api_keys=config.admin_api_keys))
     layers.append(Middleware(LoadMiddleware, load=load))
     if tracer is not None:
         layers.append(Middleware(TraceMiddleware, tracer=tracer))
@@ -166,6 +167,9 @@ class _Routes:
 
     async def stats(self, request: Request) -> Response:
         return json_response(dataclasses.asdict(self._slot.loaded().engine.stats()))  # type: ignore[call-overload]
+
+    async def flush_cache(self, request: Request) -> Response:
+        return json_response({"freed_pages": await self._slot.loaded().flush_cache()})
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": version()})

@@ -19,6 +19,7 @@ from jaxserve.server.errors import error_response, internal_error
 logger = logging.getLogger(__name__)
 
 PUBLIC_PATHS = frozenset({"/health"})  # everything else needs a key, routes yet to be written included
+ADMIN_PATHS = frozenset({"/flush_cache"})  # what one client does here touches all others
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -112,14 +113,18 @@ class ServerLoad:
 
 
 class ApiKeyMiddleware:
-    """Lets only requests with a known key through, but for `PUBLIC_PATHS`. Without keys, everyone is let through."""
+    """Lets only requests with a known key through, but for `PUBLIC_PATHS`; `ADMIN_PATHS` want an administrator's.
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    Without keys, everyone is let through.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], admin_api_keys: Sequence[str] = ()) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode("utf-8")).digest() for key in api_keys]
+        self._admin_digests = _digests(admin_api_keys)
+        self._digests = _digests(api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or not self._digests or self._allowed(scope):
+        if scope["type"] == "lifespan" or self._allowed(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -130,13 +135,21 @@ class ApiKeyMiddleware:
     def _allowed(self, scope: Scope) -> bool:
         if scope["type"] == "http" and route_path(scope) in PUBLIC_PATHS and scope["method"] in ("GET", "HEAD"):
             return True
+        is_admin = scope["type"] == "http" and route_path(scope) in ADMIN_PATHS
+        if not self._digests and not (is_admin and self._admin_digests):
+            return True
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(headers) != 1:  # of two, a proxy before us may have checked the other
             return False
         scheme, _, key = headers[0].partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()  # of equal length, whatever was sent
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, in constant time
+        allowed = self._admin_digests if is_admin else [*self._digests, *self._admin_digests]
+        matches = [hmac.compare_digest(digest, known) for known in allowed]  # all of them, in constant time
         return scheme.lower() == b"bearer" and any(matches)
+
+
+def _digests(keys: Sequence[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode("utf-8")).digest() for key in keys]
 
 
 def _client_request_id(scope: Scope) -> str | None:

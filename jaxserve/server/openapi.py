@@ -104,6 +104,10 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("/load", "get", "Requests that are being answered.", _object(server_load={"type": "integer"}), (401, 503)),
     Operation("/version", "get", "The server's version.", _object(version={"type": "string"}), (401, 503)),
+    Operation(
+        "/flush_cache", "post", "Forget what is kept of prompts; for administrators.",
+        _object(freed_pages={"type": "integer"}), (401, 503),
+    ),
     Operation("/stats", "get", "The engine's numbers, as JSON.", {"type": "object"}, (401, 503)),
     Operation(
         "/metrics", "get", "Metrics in Prometheus' text format.", {"type": "string"}, (401, 503), media_type="text/plain"

@@ -30,6 +30,7 @@ def serve(model: str, engine_config: EngineConfig, server_config: ServerConfig, 
             progress,
             server_config.served_model_name,
             allow_special_tokens_in_content=server_config.allow_special_tokens_in_content,
+            pinned_prompt=server_config.pinned_prompt,
         )
 
     return run(load, server_config)

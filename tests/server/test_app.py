@@ -173,7 +173,7 @@ async def test_body_larger_than_allowed() -> None:
 
 
 async def test_unforeseen_error_tells_nothing_but_the_request_id(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(*args: object) -> Any:
+    def broken(*args: object, **options: object) -> Any:
         raise KeyError("/secret/path")
 
     engine = FakeEngine(say("x"))
