@@ -6,12 +6,15 @@ import argparse
 import logging
 import sys
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # usable without installing the package
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.open_model import DTYPES
+from jaxserve.checkpoint.quantize import quantization_step
+from jaxserve.config import Quantization
 from jaxserve.progress import NoProgress
 
 
@@ -20,10 +23,17 @@ def main() -> int:
     parser.add_argument("source", type=Path, help="a Hugging Face folder or a GGUF file")
     parser.add_argument("destination", type=Path, help="the folder to make")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="auto", help="of the weights; auto: the source's")
+    parser.add_argument("--quantization", choices=get_args(Quantization), help="what the layers' weights are made into")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        convert(arguments.source, arguments.destination, dtype=arguments.dtype, progress=NoProgress())
+        convert(
+            arguments.source,
+            arguments.destination,
+            dtype=arguments.dtype,
+            step=quantization_step(arguments.quantization),
+            progress=NoProgress(),
+        )
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

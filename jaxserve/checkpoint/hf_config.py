@@ -10,7 +10,6 @@ from jaxserve.checkpoint.families import Family, family_of_architecture
 from jaxserve.config import ModelConfig, RopeScaling
 
 _REFUSED_WHEN_SET = {
-    "quantization_config": "quantized weights of this form",
     "partial_rotary_factor": "rotary embeddings over a part of each head",
     "num_local_experts": "mixtures of experts",
 }

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxserve.checkpoint.assemble import Assembler
+from jaxserve.checkpoint.float8_assemble import Float8Assembler
+from jaxserve.checkpoint.float8_config import float8_form
 from jaxserve.checkpoint.hf_config import family_of_config, model_config_from_hf
 from jaxserve.checkpoint.opened_model import OpenModel, ignored_files
 from jaxserve.checkpoint.safetensors_source import SafetensorsSource, has_safetensors, weight_files
@@ -45,11 +47,13 @@ def open_huggingface(folder: Path, dtype: np.dtype | None) -> Iterator[OpenModel
         where=where,
     )
     family = family_of_config(config, where)
+    form = float8_form(config, where)
     carried = tuple(checked_file(folder, name) for name in SETTING_FILES if (folder / name).exists())
     weights, source = _weights(folder)
     with source:
         files = (*weights, *carried)
-        assembler = Assembler.checked(source, family.names, model_config, dtype, str(folder))
+        checked = (source, family.names, model_config, dtype, str(folder))
+        assembler = Assembler.checked(*checked) if form is None else Float8Assembler.checked(*checked, form)
         yield OpenModel(
             assembler=assembler,
             tokenizer=tokenizer,

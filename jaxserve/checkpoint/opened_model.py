@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.checkpoint.assemble import Assembler
+from jaxserve.checkpoint.float8_assemble import Float8Assembler
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles
 
 # What a folder may hold beside a model without anyone missing it in a converted one.
@@ -26,7 +27,7 @@ class OpenModel:
         architecture: its Hugging Face name, such as "LlamaForCausalLM".
     """
 
-    assembler: Assembler
+    assembler: Assembler | Float8Assembler
     tokenizer: TokenizerFiles | None
     files: tuple[Path, ...]
     carried: tuple[Path, ...]

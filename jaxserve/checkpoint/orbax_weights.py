@@ -132,8 +132,8 @@ def _restore_piece(
 
 
 def element_type(spec: ParamSpec, dtype: jnp.dtype) -> jnp.dtype:
-    """Of an array in a model whose weights have `dtype`: norms are float32 always."""
-    return jnp.dtype(jnp.float32 if spec.standard_deviation is None else dtype)
+    """Of an array in a model whose weights have `dtype`: norms are float32, and quantized weights what they are."""
+    return spec.element_type(dtype)
 
 
 def _stored_sharding(

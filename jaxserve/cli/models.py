@@ -32,6 +32,10 @@ def convert(
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Of the weights; auto: as SOURCE has them, and float32 where they are quantized."),
     ] = "auto",
+    quantization: Annotated[
+        Literal["fp8", "fp8-weight-only", "int8", "int4", "int4-32"] | None,
+        typer.Option(help="What the layers' weights are made into; unset: they stay as they are."),
+    ] = None,
     verbose: Verbose = 0,
 ) -> None:
     """Convert SOURCE into a FOLDER that loads faster; `jaxserve serve FOLDER` then serves it."""
@@ -39,5 +43,7 @@ def convert(
     with reported_errors(verbose):
         # Here and not at the top, as above; by another name, since this command has that one.
         from jaxserve.checkpoint.convert import convert as convert_checkpoint
+        from jaxserve.checkpoint.quantize import quantization_step
 
-        typer.echo(convert_checkpoint(source, destination, dtype=dtype, progress=progress_on()))
+        step = quantization_step(quantization)
+        typer.echo(convert_checkpoint(source, destination, dtype=dtype, step=step, progress=progress_on()))

@@ -87,7 +87,6 @@ def test_llama3_scaling_with_a_missing_number_is_refused() -> None:
         ),
         ({"architectures": ...}, "architectures"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": ...}, "hidden_size=None"),
         ({"hidden_size": "64"}, "hidden_size='64'"),

@@ -29,7 +29,9 @@ NAMES = ("fp8", "fp8-weight-only", "int8", "int4", "int4-32")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("source") / "model", intermediate_size=256, tie_word_embeddings=False)
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("source") / "model", vocab_size=260, intermediate_size=256, tie_word_embeddings=False
+    )
 
 
 @pytest.fixture(scope="module")
