@@ -104,7 +104,7 @@ def read_piece(folder: Path) -> dict[str, np.ndarray]:
         CheckpointError: if a file is missing or damaged.
     """
     with _damage_reported(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
-        tree = checkpointer.metadata(folder.absolute()).item_metadata.tree
+        tree = _metadata_tree(checkpointer, folder)
         restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         args = ocp.args.PyTreeRestore(restore_args=restore_args)
         return dict(_flat(checkpointer.restore(folder.absolute(), args=args)))
@@ -123,7 +123,7 @@ def _restore_piece(
         for name, spec in specs.items()
     }
     with _damage_reported(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
-        stored = dict(_flat(checkpointer.metadata(folder.absolute()).item_metadata.tree))
+        stored = dict(_flat(_metadata_tree(checkpointer, folder)))
         _check_shapes({name: tuple(leaf.shape) for name, leaf in stored.items()}, layouts, folder)
         tree = _nested(targets)
         args = ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
@@ -162,6 +162,13 @@ def _merged(array: jax.Array, shape: tuple[int, ...], sharding: jax.sharding.Sha
     local = sharding.shard_shape(shape)
     shards = [shard.data.reshape(local) for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _metadata_tree(checkpointer: ocp.Checkpointer, folder: Path) -> Mapping[str, Any]:
+    metadata = checkpointer.metadata(folder.absolute()).item_metadata
+    if metadata is None:  # Orbax has logged why
+        raise CheckpointError(f"{folder} is damaged or incomplete (its list of arrays is not readable): convert again")
+    return metadata.tree
 
 
 @contextmanager
