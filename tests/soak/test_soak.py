@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from tests.server.harness import raw_request
 from tests.server.processes import ServerProcess, server_process
-from tests.soak.traffic import Traffic, ask, good_bodies
+from tests.soak.traffic import Traffic, ask, good_questions
 
 LAUNCH = "from jaxserve.cli.main import main; main()"
 NUM_CLIENTS = 24
@@ -65,7 +64,8 @@ def soak(server: ServerProcess, seconds: float) -> None:
 
     async def alone() -> list[Any]:
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-            return [(body, await ask(client, body, stream=False)) for body in good_bodies(random.Random(0), 40)]
+            questions = good_questions(random.Random(0), 60)
+            return [(question, await ask(client, question, stream=False)) for question in questions]
 
     traffic = Traffic(url, asyncio.run(alone()), seed=1)
     asyncio.run(traffic.run(NUM_CLIENTS, seconds / 4))  # until every buffer has its size
@@ -73,7 +73,7 @@ def soak(server: ServerProcess, seconds: float) -> None:
     asyncio.run(traffic.run(NUM_CLIENTS, seconds * 3 / 4))
     report = traffic.report
     wait_idle(url, 10)
-    assert not report.wrong, f"{len(report.wrong)} of {report.counts}: {json.dumps(report.wrong[:3])}"
+    assert not report.wrong, f"{len(report.wrong)} of {report.counts}: {report.wrong[:3]}"
     assert not report.statuses
     assert min(report.counts[kind] for kind in ("streamed", "whole", "left", "bad")) > 0
     assert stats(url)["num_preemptions"] > 0  # else the pool is not tiny

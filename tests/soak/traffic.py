@@ -23,44 +23,77 @@ BAD_BODIES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-def good_bodies(random_numbers: random.Random, count: int) -> list[dict[str, Any]]:
-    """Requests with one right answer each: greedy, or drawn with a seed of their own."""
-    bodies: list[dict[str, Any]] = []
+@dataclass(frozen=True)
+class Question:
+    """A request with one right answer: greedy, or drawn with a seed of its own."""
+
+    path: str
+    body: dict[str, Any]
+
+
+def good_questions(random_numbers: random.Random, count: int) -> list[Question]:
+    """Requests of all kinds that the two routes with several choices take."""
+    questions: list[Question] = []
     for number in range(count):
+        said = "".join(random_numbers.choices("abcdefgh ", k=random_numbers.randint(1, 120)))
         body: dict[str, Any] = {
-            "prompt": "".join(random_numbers.choices("abcdefgh ", k=random_numbers.randint(1, 120))),
             "max_tokens": random_numbers.randint(1, 60),
             "temperature": random_numbers.choice([0, 0.7, 1.0]),
+            "top_p": random_numbers.choice([1, 0.9]),
             "seed": number,
             "n": random_numbers.choice([1, 1, 1, 2, 3]),
             "ignore_eos": True,
         }
         if random_numbers.random() < 0.3:
             body["stop"] = [chr(random_numbers.randint(97, 122)), "zz"]
-        bodies.append(body)
-    return bodies
+        if random_numbers.random() < 0.3:
+            body |= {"frequency_penalty": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+        if random_numbers.random() < 0.2:
+            body["logit_bias"] = {"97": 3, "98": -100}
+        has_logprobs = random_numbers.random() < 0.3
+        if random_numbers.random() < 0.4:
+            body |= {"messages": [{"role": "user", "content": said}], "logprobs": has_logprobs}
+            questions.append(Question("/v1/chat/completions", body))
+        else:
+            body |= {"prompt": said, "logprobs": 2 if has_logprobs else None, "echo": random_numbers.random() < 0.2}
+            questions.append(Question("/v1/completions", body))
+    return questions
 
 
-Texts = tuple[tuple[str, str], ...]  # text and finish reason of each choice
+@dataclass
+class Choice:
+    """One choice as its client has it, with the tokens that log probabilities were told of."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    tokens: list[str] = field(default_factory=list)
+
+    def add(self, choice: dict[str, Any]) -> None:
+        """A whole choice, or the next piece of one."""
+        said = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+        self.text += said.get("content") or ""
+        self.finish_reason = choice["finish_reason"] or self.finish_reason
+        logprobs = choice["logprobs"] or {}
+        self.tokens += logprobs.get("tokens") or [token["token"] for token in logprobs.get("content") or ()]
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any], *, stream: bool) -> Texts:
+async def ask(client: httpx.AsyncClient, question: Question, *, stream: bool) -> list[Choice]:
     """The answer to a request, however it comes."""
+    choices = [Choice() for _ in range(question.body["n"])]
     if not stream:
-        response = await client.post("/v1/completions", json=body)
+        response = await client.post(question.path, json=question.body)
         assert response.status_code == 200, response.text
-        return tuple((choice["text"], choice["finish_reason"]) for choice in response.json()["choices"])
-    texts = [""] * body["n"]
-    reasons = [""] * body["n"]
-    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        assert response.status_code == 200, await response.aread()
-        lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
-    assert lines[-1] == "[DONE]", lines[-1]
-    for line in lines[:-1]:
-        for choice in json.loads(line)["choices"]:
-            texts[choice["index"]] += choice["text"]
-            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
-    return tuple(zip(texts, reasons, strict=True))
+        parts = [response.json()]
+    else:
+        async with client.stream("POST", question.path, json={**question.body, "stream": True}) as response:
+            assert response.status_code == 200, await response.aread()
+            lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+        assert lines[-1] == "[DONE]", lines[-1]
+        parts = [json.loads(line) for line in lines[:-1]]
+    for part in parts:
+        for choice in part["choices"]:
+            choices[choice["index"]].add(choice)
+    return choices
 
 
 @dataclass
@@ -74,7 +107,7 @@ class Report:
     """
 
     counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[tuple[dict[str, Any], Texts, Texts]] = field(default_factory=list)
+    wrong: list[tuple[Question, list[Choice], list[Choice]]] = field(default_factory=list)
     statuses: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -85,7 +118,7 @@ class Traffic:
         alone: requests, each with what it gets when nothing else runs.
     """
 
-    def __init__(self, url: str, alone: Sequence[tuple[dict[str, Any], Texts]], seed: int) -> None:
+    def __init__(self, url: str, alone: Sequence[tuple[Question, list[Choice]]], seed: int) -> None:
         self.report = Report()
         self._url = url
         self._alone = alone
@@ -112,12 +145,12 @@ class Traffic:
                 await self._bad(client)
 
     async def _good(self, client: httpx.AsyncClient) -> None:
-        body, expected = self._random.choice(self._alone)
+        question, expected = self._random.choice(self._alone)
         stream = self._random.random() < 0.5
-        answer = await ask(client, body, stream=stream)
+        answer = await ask(client, question, stream=stream)
         self.report.counts["streamed" if stream else "whole"] += 1
         if answer != expected:
-            self.report.wrong.append((body, answer, expected))
+            self.report.wrong.append((question, answer, expected))
 
     async def _bad(self, client: httpx.AsyncClient) -> None:
         status, body = self._random.choice(BAD_BODIES)
@@ -128,8 +161,9 @@ class Traffic:
 
     async def _leave(self, client: httpx.AsyncClient) -> None:
         """Goes away at some point of an answer."""
-        body = {**self._random.choice(self._alone)[0], "stream": self._random.random() < 0.5, "max_tokens": 300}
+        question = self._random.choice(self._alone)[0]
+        body = {**question.body, "stream": self._random.random() < 0.5, "max_tokens": 300}
         with suppress(TimeoutError):
             async with asyncio.timeout(self._random.uniform(0, 0.3)):
-                await client.post("/v1/completions", json=body)
+                await client.post(question.path, json=body)
         self.report.counts["left"] += 1
