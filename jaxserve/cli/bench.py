@@ -9,7 +9,15 @@ import typer
 
 from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
-from jaxserve.cli.options import DTypeName, MaxTpotMs, PrefixCaching, SchedulingPolicyName, Verbose
+from jaxserve.cli.options import (
+    DTypeName,
+    KVCacheDTypeName,
+    MaxTpotMs,
+    PrefixCaching,
+    QuantizationName,
+    SchedulingPolicyName,
+    Verbose,
+)
 from jaxserve.cli.progress import progress_on
 from jaxserve.config import EngineConfig
 
@@ -28,6 +36,8 @@ def bench(
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of device memory to use.")] = 0.9,
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
     dtype: DTypeName = "auto",
+    quantization: QuantizationName = None,
+    kv_cache_dtype: KVCacheDTypeName = "auto",
     enable_prefix_caching: PrefixCaching = False,
     scheduling_policy: SchedulingPolicyName = "fcfs",
     max_tpot_ms: MaxTpotMs = None,
@@ -44,6 +54,8 @@ def bench(
             gpu_memory_utilization=gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=enable_prefix_caching,
             scheduling_policy=scheduling_policy,
             max_tpot_ms=max_tpot_ms,

@@ -17,11 +17,13 @@ from jaxserve.cli.options import (
     DEFAULT_MODEL,
     DeviceName,
     DTypeName,
+    KVCacheDTypeName,
     MaxModelLen,
     MemoryUtilization,
     Model,
     NumPages,
     PageSize,
+    QuantizationName,
     Verbose,
 )
 from jaxserve.cli.progress import progress_on
@@ -64,6 +66,8 @@ def chat(
     max_model_len: MaxModelLen = None,
     gpu_memory_utilization: MemoryUtilization = _ENGINE.gpu_memory_utilization,
     dtype: DTypeName = "auto",
+    quantization: QuantizationName = None,
+    kv_cache_dtype: KVCacheDTypeName = "auto",
     page_size: PageSize = _ENGINE.page_size,
     num_pages: NumPages = None,
     device: DeviceName = "auto",
@@ -89,6 +93,8 @@ def chat(
             num_pages=num_pages,
             gpu_memory_utilization=gpu_memory_utilization,
             dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             device=device,
         )
         run_chat(model, config, settings, system_prompt)

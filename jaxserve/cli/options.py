@@ -30,6 +30,13 @@ DTypeName = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     typer.Option(help="Of weights and KV cache; auto: float32 on the CPU, bfloat16 elsewhere."),
 ]
+QuantizationName = Annotated[
+    Literal["fp8", "fp8-weight-only", "int8", "int4", "int4-32"] | None,
+    typer.Option(help="What the layers' weights are made into as they are loaded; unset: they stay as they are."),
+]
+KVCacheDTypeName = Annotated[
+    Literal["auto", "fp8", "fp8_e4m3"], typer.Option(help="Of the KV cache; auto: as --dtype.")
+]
 PageSize = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens that a KV page holds.")]
 NumPages = Annotated[
     int | None, typer.Option(metavar="COUNT", help="KV pages, in place of the number planned from free memory.")
