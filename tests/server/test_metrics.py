@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.protocol.observer import RequestCourse
+from jaxserve.protocol.prompts import PromptBuilder
 from jaxserve.server.metrics import ALIASED, Metrics
 from jaxserve.server.slot import ServiceSlot
 from tests.fakes import MODEL_NAME, FakeEngine, fake_service, say
+from tests.server.harness import USER, client_of
 
 
 def values(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -84,3 +89,20 @@ def test_common_metrics_have_vllm_s_names_too() -> None:
     assert value(text, "vllm:e2e_request_latency_seconds_sum", **labels) == 2.0
     assert value(text, "vllm:request_success_total", finished_reason="length", **labels) == 1
     assert value(text, "vllm:kv_cache_usage_perc", **labels) == 0.0
+
+
+@pytest.mark.anyio
+async def test_times_start_when_the_request_has_been_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = PromptBuilder.chat
+
+    def build_slowly(*arguments: Any) -> list[int]:
+        time.sleep(0.2)
+        return build(*arguments)
+
+    monkeypatch.setattr(PromptBuilder, "chat", build_slowly)
+    async with client_of(FakeEngine(say("x"))) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": [USER]})
+        assert answer.status_code == 200
+        text = (await client.get("/metrics")).text
+    for name in ("time_to_first_token_seconds", "request_queue_time_seconds", "e2e_request_latency_seconds"):
+        assert value(text, f"jaxserve:{name}_sum") >= 0.2
