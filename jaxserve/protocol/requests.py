@@ -35,13 +35,21 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` on the comple
 
 # Field -> values that ask for nothing, so that sending them is no error.
 UNSUPPORTED_COMMON: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
     "logits_processors": ([],),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
+    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED_COMMON | {
