@@ -2,23 +2,87 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.config import ModelConfig
 from jaxserve.models.kv_cache import kv_bytes_per_token
-from jaxserve.models.params import ParamSpec, param_specs
+from jaxserve.models.param_spec import ParamSpec
+from jaxserve.models.params import param_specs
 
-# Bytes a second that reading a large array once was measured to reach, by jax's name of the device.
-MEASURED_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.09e12}
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What a device was measured to reach.
+
+    Attributes:
+        bandwidth: bytes a second that reading a large array once reaches.
+        matrix_rate: floating-point operations a second of a large matrix product, in the type that models run in there.
+        origin: "table", or "measured": just now, in this process.
+    """
+
+    bandwidth: float
+    matrix_rate: float
+    origin: str
+
+
+# By jax's name of the device; measured with jax 0.11.2, bfloat16 products.
+MEASURED = {"NVIDIA H100 80GB HBM3": Ceiling(3.09e12, 790e12, "table")}
+MEASURED_BANDWIDTH = {kind: ceiling.bandwidth for kind, ceiling in MEASURED.items()}
+
+_ROUNDS = 5
+
+
+def device_ceiling(device: jax.Device) -> Ceiling:  # pyright: ignore[reportInvalidTypeForm]
+    """From the table, or measured in less than a second where the device is not in it."""
+    if device.device_kind in MEASURED:
+        return MEASURED[device.device_kind]
+    if device.platform == "cpu":
+        # numpy's products use every core, which XLA's reductions on a CPU do not.
+        matrix, vector = np.ones((8192, 8192), np.float32), np.ones(8192, np.float32)
+        square = np.ones((1024, 1024), np.float32)
+        read, multiply = _best(lambda: matrix @ vector), _best(lambda: square @ square)
+        return Ceiling(matrix.nbytes / read, 2 * 1024**3 / multiply, "measured")
+    with jax.default_device(device):
+        values = jnp.ones(2**30, jnp.bfloat16)
+        square = jnp.ones((8192, 8192), jnp.bfloat16)
+        add, product = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32)), jax.jit(jnp.matmul)
+        read = _best(lambda: jax.block_until_ready([add(values) for _ in range(4)])) / 4
+        multiply = _best(lambda: jax.block_until_ready([product(square, square) for _ in range(4)])) / 4
+    return Ceiling(values.nbytes / read, 2 * 8192**3 / multiply, "measured")
+
+
+def _best(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of some runs, after one that is not counted."""
+    work()
+    times = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def weight_bytes_per_step(config: ModelConfig, dtype: jnp.dtype) -> int:
     """Bytes of weights that a step reads: all but an embedding table that is not the head as well."""
+    return sum(spec.size * spec.element_type(dtype).itemsize for spec in _step_specs(config))
+
+
+def num_step_weights(config: ModelConfig) -> int:
+    """Weights that a token passes: all but an embedding table that is not the head as well."""
+    # Not from the shapes of quantized weights, which hold several in an element and scales beside them.
+    return sum(spec.size for spec in _step_specs(replace(config, quantization=None)))
+
+
+def _step_specs(config: ModelConfig) -> list[ParamSpec]:
     specs = param_specs(config)
     head = specs.embedding if specs.lm_head is None else specs.lm_head
-    read = jax.tree.leaves((specs.layers, head), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
-    return sum(spec.size * spec.element_type(dtype).itemsize for spec in read)
+    return jax.tree.leaves((specs.layers, head), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
 
 
 def step_floor_ms(
@@ -26,14 +90,29 @@ def step_floor_ms(
     dtype: jnp.dtype,
     device_kind: str,
     *,
-    batch: int,
+    batch: float,
     context: float,
     num_devices: int,
+    bandwidth: float | None = None,
     cache_dtype: jnp.dtype | None = None,
 ) -> float | None:
-    """Milliseconds of a decode step of `batch` sequences with `context` tokens each; None for an unmeasured device."""
-    bandwidth = MEASURED_BANDWIDTH.get(device_kind)
+    """Milliseconds of a decode step of `batch` sequences with `context` tokens each.
+
+    Args:
+        bandwidth: bytes a second of one device; None: as `MEASURED` has it for the device kind.
+        cache_dtype: of the KV cache; None: `dtype`.
+
+    Returns:
+        None where the bandwidth is not known.
+    """
+    bandwidth = bandwidth or MEASURED_BANDWIDTH.get(device_kind)
     if bandwidth is None:
         return None
     cache = batch * context * kv_bytes_per_token(config, dtype if cache_dtype is None else cache_dtype)
     return (weight_bytes_per_step(config, dtype) + cache) / (bandwidth * num_devices) * 1e3
+
+
+def operations_per_token(config: ModelConfig, context: float) -> float:
+    """Floating-point operations that one token at this context takes: products with weights, and attention."""
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * context
+    return 2 * num_step_weights(config) + attention

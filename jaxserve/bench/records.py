@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import numpy as np
+
+LoadKind = Literal["concurrency", "rate", "trace"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How requests are sent.
+
+    Attributes:
+        kind: "concurrency": that many in flight; "rate": that many a second, at random times (Poisson); "trace": at the
+            workload's own times.
+        value: requests in flight, requests a second, or by how much a trace runs faster than it was recorded.
+    """
+
+    kind: LoadKind
+    value: float
+
+    def __post_init__(self) -> None:
+        if self.value <= 0:
+            raise ValueError(f"{self.kind}={self.value:g} must be positive")
+
+    @property
+    def label(self) -> str:
+        if self.kind == "concurrency":
+            return f"{self.value:g}"
+        return f"{self.value:g}/s" if self.kind == "rate" else f"trace x{self.value:g}"
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.kind}-{self.value:g}"
 
 
 @dataclass(frozen=True)
 class RequestRecord:
     """Times of one request, in seconds of one monotonic clock.
 
-    TTFT is from submission to the first token; TPOT is (last - first) / (tokens - 1).
+    TTFT is from submission to the first token; TPOT is (last - first) / (tokens - those that came with the first).
+
+    Attributes:
+        index: its place in the order of submission.
+        first_count: tokens that came together with the first one, itself included.
+        error: why there was no whole answer; then the times say nothing.
+        round: which repetition of the load it belongs to.
+        due: when it should have been submitted, under a load that says so; it was not if the client fell behind.
     """
 
     prompt_tokens: int
@@ -20,98 +58,172 @@ class RequestRecord:
     submitted: float
     first_token: float
     last_token: float
+    index: int = 0
+    first_count: int = 1
+    error: str | None = None
+    round: int = 0
+    due: float | None = None
 
     @property
     def ttft(self) -> float:
         return self.first_token - self.submitted
 
     @property
-    def tpot(self) -> float:
-        return (self.last_token - self.first_token) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+    def tpot(self) -> float | None:
+        """None for an answer that came all at once."""
+        later = self.output_tokens - self.first_count
+        return (self.last_token - self.first_token) / later if later > 0 else None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> RequestRecord:
+        return RequestRecord(**data)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the engine was doing at one moment of a run.
+
+    Attributes:
+        time: seconds since the run began.
+        generation_tokens, prompt_tokens, num_steps: since the engine's start.
+    """
+
+    time: float
+    num_running: int
+    num_waiting: int
+    used_pages: int
+    num_pages: int
+    generation_tokens: int
+    prompt_tokens: int
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One repetition of a load.
+
+    Attributes:
+        records: of the measured requests.
+        duration: seconds until the last of them had ended.
+        output_tokens: generated meanwhile, for requests that are not measured as well.
+        host_gap: share of the busy time in which the device waited for the host, where it is known.
+    """
+
+    records: list[RequestRecord]
+    duration: float
+    output_tokens: float
+    host_gap: float | None = None
+    timeline: list[Snapshot] = field(default_factory=list)
+
 
 @dataclass(frozen=True)
 class Summary:
-    """One configuration's figures; times in milliseconds.
+    """The figures of one load; times in milliseconds.
 
     Attributes:
-        load: what was held: concurrent requests, or requests a second.
+        num_requests: with a whole answer.
+        mean_running: requests that were decoding, averaged over the time.
         floor_ms: least time of a step that memory bandwidth allows, None where the bandwidth is not known.
+        compute_utilization: MFU: share of the device's measured matrix rate that prompts and answers needed.
     """
 
-    load: str
+    load: Load
     num_requests: int
+    num_failed: int
     output_tokens_per_second: float
     tpot_ms: dict[str, float]
     ttft_ms: dict[str, float]
+    mean_running: float
     floor_ms: float | None = None
     host_gap: float | None = None
+    compute_utilization: float | None = None
 
     @property
     def bandwidth_utilization(self) -> float | None:
         """Floor over mean TPOT: the share of the device's measured bandwidth that a step uses (MBU)."""
-        return self.floor_ms / self.tpot_ms["mean"] if self.floor_ms else None
+        return self.floor_ms / self.tpot_ms["mean"] if self.floor_ms and self.tpot_ms["mean"] else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "load": self.load.label, "load_kind": self.load.kind, "load_value": self.load.value,
+                "bandwidth_utilization": self.bandwidth_utilization}  # fmt: skip
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Summary:
+        values = {name: value for name, value in data.items() if name in Summary.__dataclass_fields__}
+        return Summary(**{**values, "load": Load(data["load_kind"], data["load_value"])})
 
 
-def summarize(
-    load: str, records: list[RequestRecord], *, floor_ms: float | None, host_gap: float | None, tokens_per_second: float
-) -> Summary:
-    """Raises:
-    ValueError: if no request was measured.
+def summarize(load: Load, runs: Sequence[RunResult]) -> Summary:
+    """Figures over the repetitions of a load: of each the mean and percentiles, and of these the median.
+
+    Raises:
+        RuntimeError: no request was answered, with the first reason.
     """
-    if not records:
-        raise ValueError(f"no request was measured at {load}")
+    records = [record for run in runs for record in run.records]
+    failed = [record for record in records if record.error is not None]
+    if len(failed) == len(records):
+        reason = failed[0].error if failed else "none was sent"
+        raise RuntimeError(f"no request was answered at {load.label}: {reason}")
+    answered = [[record for record in run.records if record.error is None] for run in runs]
+    answered = [part for part in answered if part]
+    gaps = [run.host_gap for run in runs if run.host_gap is not None]
     return Summary(
         load=load,
-        num_requests=len(records),
-        output_tokens_per_second=tokens_per_second,
-        tpot_ms=_statistics([record.tpot for record in records if record.output_tokens > 1]),
-        ttft_ms=_statistics([record.ttft for record in records]),
-        floor_ms=floor_ms,
-        host_gap=host_gap,
+        num_requests=len(records) - len(failed),
+        num_failed=len(failed),
+        output_tokens_per_second=float(np.median([run.output_tokens / run.duration for run in runs])),
+        tpot_ms=_median_statistics(
+            [[tpot for record in part if (tpot := record.tpot) is not None] for part in answered]
+        ),
+        ttft_ms=_median_statistics([[record.ttft for record in part] for part in answered]),
+        mean_running=float(np.median([mean_running(part, load) for part in answered])),
+        host_gap=float(np.median(gaps)) if gaps else None,
     )
 
 
+def mean_running(records: Sequence[RequestRecord], load: Load) -> float:
+    """Requests that were decoding at once, on average: what was held, or by Little's law."""
+    if load.kind == "concurrency":
+        return load.value
+    span = max(record.last_token for record in records) - min(record.submitted for record in records)
+    return sum(record.last_token - record.first_token for record in records) / span if span else 0.0
+
+
+def _median_statistics(rounds: list[list[float]]) -> dict[str, float]:
+    statistics = [_statistics(seconds) for seconds in rounds if seconds] or [_statistics([0.0])]
+    return {name: float(np.median([part[name] for part in statistics])) for name in statistics[0]}
+
+
 def _statistics(seconds: list[float]) -> dict[str, float]:
-    values = np.asarray(seconds or [0.0]) * 1e3
+    values = np.asarray(seconds) * 1e3
     p50, p90, p99 = np.percentile(values, (50, 90, 99))
     return {"mean": float(values.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
 
 
-def format_table(summaries: list[Summary]) -> str:
-    """The figures as a table of plain text."""
+def format_table(summaries: Sequence[Summary]) -> str:
+    """The figures as a table of plain text: times in milliseconds, floor and MBU beside each."""
     head = (
-        "load",
-        "requests",
-        "TPOT mean",
-        "p50",
-        "p90",
-        "p99",
-        "floor",
-        "MBU",
-        "TTFT mean",
-        "p90",
-        "tok/s",
-        "host gap",
-    )
-    rows: list[tuple[str, ...]] = [head]
-    for summary in summaries:
-        tpot, ttft, mbu = summary.tpot_ms, summary.ttft_ms, summary.bandwidth_utilization
-        rows.append(
-            (
-                summary.load,
-                str(summary.num_requests),
-                *(f"{tpot[key]:.2f}" for key in ("mean", "p50", "p90", "p99")),
-                f"{summary.floor_ms:.2f}" if summary.floor_ms else "-",
-                f"{mbu:.0%}" if mbu else "-",
-                f"{ttft['mean']:.1f}",
-                f"{ttft['p90']:.1f}",
-                f"{summary.output_tokens_per_second:.0f}",
-                f"{summary.host_gap:.1%}" if summary.host_gap is not None else "-",
-            )
-        )
+        "load", "requests", "TPOT mean", "p50", "p90", "p99", "floor", "MBU", "TTFT mean", "p90", "p99", "tok/s", "host gap",
+    )  # fmt: skip
+    rows: list[tuple[str, ...]] = [head, *(_table_row(summary) for summary in summaries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines += [f"{part.num_failed} requests failed at {part.load.label}" for part in summaries if part.num_failed]
+    return "\n".join(lines)
+
+
+def _table_row(summary: Summary) -> tuple[str, ...]:
+    mbu, gap = summary.bandwidth_utilization, summary.host_gap
+    return (
+        summary.load.label,
+        str(summary.num_requests),
+        *(f"{summary.tpot_ms[key]:.2f}" for key in ("mean", "p50", "p90", "p99")),
+        f"{summary.floor_ms:.2f}" if summary.floor_ms else "-",
+        f"{mbu:.0%}" if mbu else "-",
+        *(f"{summary.ttft_ms[key]:.1f}" for key in ("mean", "p90", "p99")),
+        f"{summary.output_tokens_per_second:.0f}",
+        f"{gap:.1%}" if gap is not None else "-",
+    )

@@ -1,22 +1,15 @@
-"""One benchmark from its options to its figures."""
+"""Runs the loads of one benchmark one after the other, and writes what they gave."""
 
 from __future__ import annotations
 
-import json
-import platform
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-
-from jaxserve.bench.floor import step_floor_ms
-from jaxserve.bench.in_process import ClosedLoop
-from jaxserve.bench.records import RequestRecord, Summary, summarize
-from jaxserve.bench.workload import load_workload
-from jaxserve.engine.build import resolve_cache_dtype
-from jaxserve.engine.client import EngineClient
+from jaxserve.bench.load import LoadRun, Target, num_measured
+from jaxserve.bench.records import Load, RunResult, Summary, summarize
+from jaxserve.bench.results import is_done, read_series, write_load
+from jaxserve.bench.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -24,68 +17,70 @@ class BenchOptions:
     """What is measured.
 
     Attributes:
-        concurrency: requests held in flight; one run for each.
-        num_requests: measured at each concurrency; None: max(8, 3 x concurrency).
-        timeout: seconds that one run may take.
+        num_requests: measured at each load; None: max(8, 3 x concurrency), or half a minute of a rate.
+        rounds: repetitions of each load; the figures are the medians of theirs.
+        timeout: seconds that one repetition may take.
     """
 
-    workload: str
-    concurrency: tuple[int, ...]
+    workload: Workload
+    loads: tuple[Load, ...]
     num_requests: int | None = None
-    temperature: float = 0.0
+    rounds: int = 1
     timeout: float = 600.0
 
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds} must be at least 1")
+        if any(load.kind == "trace" for load in self.loads) and not self.workload.has_arrivals:
+            raise ValueError(
+                f"workload {self.workload.name!r} has no arrival times: give --concurrency or --request-rate"
+            )
 
-def run_in_process(
-    engine: EngineClient, options: BenchOptions, on_summary: Callable[[Summary], None]
-) -> tuple[list[Summary], dict[str, list[RequestRecord]]]:
-    """Measures each concurrency in turn, after one short unmeasured run."""
-    workload = load_workload(options.workload)
-    config = engine.config
-    ClosedLoop(engine, workload, concurrency=2, num_requests=2, temperature=options.temperature).run(options.timeout)
+
+Judge = Callable[[Summary, Sequence[RunResult]], Summary]  # adds what only the engine's own configuration tells
+
+
+def run_loads(
+    target: Target,
+    options: BenchOptions,
+    *,
+    judge: Judge,
+    on_summary: Callable[[Summary], None],
+    folder: Path | None = None,
+) -> tuple[list[Summary], dict[str, list[RunResult]]]:
+    """Measures each load in turn, after one short unmeasured run.
+
+    Args:
+        folder: where each load's files are written as soon as it is done; loads that are done there are taken as they are.
+    """
+    done = {} if folder is None else _done_before(folder, options.loads)
+    if len(done) < len(options.loads):
+        LoadRun(target, options.workload, Load("concurrency", 2), 2).run(options.timeout)
     summaries: list[Summary] = []
-    records: dict[str, list[RequestRecord]] = {}
-    for concurrency in options.concurrency:
-        count = options.num_requests or max(8, 3 * concurrency)
-        loop = ClosedLoop(
-            engine, workload, concurrency=concurrency, num_requests=count, temperature=options.temperature
-        )
-        result = loop.run(options.timeout)
-        floor = step_floor_ms(
-            engine.model_config,
-            jnp.dtype(config.dtype),
-            engine.device_kind,
-            batch=concurrency,
-            context=workload.mean_context,
-            num_devices=config.tensor_parallel_size,
-            cache_dtype=resolve_cache_dtype(config, jnp.dtype(config.dtype)),
-        )
-        summary = summarize(
-            str(concurrency),
-            result.records,
-            floor_ms=floor,
-            host_gap=result.host_gap,
-            tokens_per_second=result.tokens_per_second,
-        )
+    results: dict[str, list[RunResult]] = {}
+    for load in options.loads:
+        if load in done:
+            summaries.append(done[load])
+            continue
+        count = num_measured(load, options.workload, options.num_requests)
+        runs = [
+            _with_round(LoadRun(target, options.workload, load, count, seed=number).run(options.timeout), number)
+            for number in range(options.rounds)
+        ]
+        summary = judge(summarize(load, runs), runs)
+        if folder is not None:
+            write_load(folder, summary, runs)
         on_summary(summary)
         summaries.append(summary)
-        records[summary.load] = result.records
-    return summaries, records
+        results[load.label] = runs
+    return summaries, results
 
 
-def write_results(
-    path: Path, engine: EngineClient, model: str, summaries: list[Summary], records: dict[str, list[RequestRecord]]
-) -> None:
-    """Everything as JSON: where and with what it was measured, the figures, each request."""
-    data = {
-        "model": model,
-        "device": engine.device_kind,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "engine": asdict(engine.config),
-        "summaries": [
-            {**asdict(summary), "bandwidth_utilization": summary.bandwidth_utilization} for summary in summaries
-        ],
-        "requests": {load: [record.to_json() for record in entries] for load, entries in records.items()},
-    }
-    path.write_text(json.dumps(data, indent=1))
+def _done_before(folder: Path, loads: Sequence[Load]) -> dict[Load, Summary]:
+    if not any(is_done(folder, load) for load in loads):
+        return {}
+    return {point.summary.load: point.summary for point in read_series(folder).points if point.summary.load in loads}
+
+
+def _with_round(result: RunResult, number: int) -> RunResult:
+    return replace(result, records=[replace(record, round=number) for record in result.records])

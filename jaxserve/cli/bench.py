@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from jaxserve.cli import bench_options as options
+from jaxserve.cli.default_command import GroupWithDefault
 from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
 from jaxserve.cli.options import (
+    DeviceName,
     DTypeName,
     KVCacheDTypeName,
     MaxTpotMs,
@@ -19,86 +23,217 @@ from jaxserve.cli.options import (
     Verbose,
 )
 from jaxserve.cli.progress import progress_on
-from jaxserve.config import EngineConfig
+
+if TYPE_CHECKING:
+    from jaxserve.bench.records import Load, Summary
+    from jaxserve.bench.run import BenchOptions
+
+DEFAULT_CONCURRENCY = "1,4,8,16,30,64"
 
 
-def bench(
-    model: Annotated[str, typer.Argument(help="Architecture with random weights (llama-3-8b), or a JSON file.")],
-    concurrency: Annotated[
-        str, typer.Option(help="Requests held in flight: a list such as 1,8,64.")
-    ] = "1,4,8,16,30,64",
-    workload: Annotated[str, typer.Option(help="sharegpt-like, or fixed:PROMPT/OUTPUT.")] = "sharegpt-like",
-    num_requests: Annotated[int | None, typer.Option(help="Measured requests; default max(8, 3N).")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step at most.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
+def run(
+    model: options.MeasuredModel = None,
+    concurrency: options.Concurrency = None,
+    request_rate: options.RequestRate = None,
+    trace_speed: options.TraceSpeed = None,
+    workload: options.WorkloadName = "sharegpt-like",
+    num_requests: options.NumRequests = None,
+    rounds: options.Rounds = 1,
+    temperature: options.Temperature = 0.0,
+    timeout: options.Timeout = 600.0,
+    endpoint: options.Endpoint = None,
+    api_key: options.ApiKey = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What the endpoint calls the model; unset: the first it lists.")
+    ] = None,
+    prompt_form: Annotated[
+        Literal["token-ids", "text", "chat"], typer.Option(help="How prompts are sent to an endpoint.")
+    ] = "token-ids",
+    vocab_size: Annotated[
+        int, typer.Option(metavar="COUNT", help="Token ids that an endpoint's prompts are drawn from.")
+    ] = 30000,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask an endpoint for answers of full length.")] = True,
+    extra_body: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Further fields of each request to an endpoint.")
+    ] = None,
+    http: Annotated[
+        bool, typer.Option("--http", help="Measure in process, then the same engine over HTTP, and compare.")
+    ] = False,
+    client: Annotated[Literal["own", "openai"], typer.Option(help="What reads the streams over HTTP.")] = "own",
+    client_processes: Annotated[
+        int, typer.Option(metavar="COUNT", help="Processes that the streams over HTTP are spread over.")
+    ] = 1,
+    max_num_seqs: Annotated[int | None, typer.Option(metavar="COUNT", help="Sequences that run at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(metavar="COUNT", help="Tokens of a step.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(metavar="COUNT", help="Longest sequence in tokens.")] = None,
+    page_size: Annotated[int | None, typer.Option(metavar="COUNT", help="Tokens that a KV page holds.")] = None,
+    num_pages: Annotated[int | None, typer.Option(metavar="COUNT", help="KV pages.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of device memory to use.")] = 0.9,
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
-    dtype: DTypeName = "auto",
+    data_parallel_size: Annotated[int | None, typer.Option(help="Replicas of the model.")] = None,
     quantization: QuantizationName = None,
     kv_cache_dtype: KVCacheDTypeName = "auto",
+    speculative_config: options.SpeculativeConfig = None,
+    static_batching: options.StaticBatching = False,
     enable_prefix_caching: PrefixCaching = False,
     scheduling_policy: SchedulingPolicyName = "fcfs",
     max_tpot_ms: MaxTpotMs = None,
-    output: Annotated[Path | None, typer.Option(help="JSON file for every figure.")] = None,
+    dtype: DTypeName = "auto",
+    device: DeviceName = "auto",
+    output: options.OutputFolder = None,
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="What charts call this run.")] = None,
     verbose: Verbose = 0,
 ) -> None:
-    """Measures an engine in this process with random weights: closed loop, greedy, end-of-text ignored."""
+    """Measure an engine in this process, or any OpenAI endpoint, at some loads."""
     configure_logging(verbose)
     with reported_errors(verbose):
-        config = EngineConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization,
-            tensor_parallel_size=tensor_parallel_size,
-            dtype=dtype,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            enable_prefix_caching=enable_prefix_caching,
-            scheduling_policy=scheduling_policy,
-            max_tpot_ms=max_tpot_ms,
-            load_format="dummy",
+        from jaxserve.bench.run import BenchOptions
+        from jaxserve.bench.workload import load_workload
+
+        if (model is None) == (endpoint is None):
+            raise ValueError("give either MODEL or --endpoint URL")
+        chosen = load_workload(workload)
+        bench_options = BenchOptions(
+            workload=chosen,
+            loads=parse_loads(concurrency, request_rate, trace_speed, has_arrivals=chosen.has_arrivals),
+            num_requests=num_requests,
+            rounds=rounds,
+            timeout=timeout,
         )
-        _measure(model, config, workload, _parse_list(concurrency), num_requests, temperature, output)
+        if endpoint is not None:
+            from jaxserve.bench.endpoint import EndpointOptions
+            from jaxserve.bench.endpoint_run import measure_endpoint
+
+            endpoint_options = EndpointOptions(
+                url=endpoint,
+                model=served_model_name,
+                api_key=api_key,
+                form=prompt_form,
+                temperature=temperature,
+                ignore_eos=ignore_eos,
+                extra_body=options.parse_json_object(extra_body, "--extra-body") if extra_body else {},
+            )
+            outcome = measure_endpoint(
+                endpoint_options, bench_options, name=name or endpoint, vocab_size=vocab_size, client=client,
+                client_processes=client_processes, on_summary=show, folder=folder_of(output), command=sys.argv,
+            )  # fmt: skip
+        else:
+            settings: dict[str, Any] = {
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "max_model_len": max_model_len,
+                "page_size": page_size,
+                "num_pages": num_pages,
+                "gpu_memory_utilization": gpu_memory_utilization,
+                "tensor_parallel_size": tensor_parallel_size,
+                "data_parallel_size": data_parallel_size,
+                "quantization": quantization,
+                "kv_cache_dtype": kv_cache_dtype,
+                "speculative_config": speculative_config,
+                "static_batching": static_batching or None,
+                "enable_prefix_caching": enable_prefix_caching,
+                "scheduling_policy": scheduling_policy,
+                "max_tpot_ms": max_tpot_ms,
+                "dtype": dtype,
+                "device": device,
+            }
+            outcome = measure_model(
+                model or "", settings, bench_options, temperature=temperature, name=name, output=output,
+                http_client=client if http else None, client_processes=client_processes,
+            )  # fmt: skip
+        typer.echo(outcome)
 
 
-def _measure(
+def measure_model(
     model: str,
-    config: EngineConfig,
-    workload: str,
-    concurrency: tuple[int, ...],
-    num_requests: int | None,
+    settings: dict[str, Any],
+    bench_options: BenchOptions,
+    *,
     temperature: float,
+    name: str | None,
     output: Path | None,
-) -> None:
-    # Here and not at the top: they bring jax, which --help need not wait for.
-    from jaxserve.bench.records import Summary, format_table
-    from jaxserve.bench.run import BenchOptions, run_in_process, write_results
-    from jaxserve.engine.build import build_dummy_engine
-    from jaxserve.models.presets import preset_config
+    http_client: str | None,
+    client_processes: int,
+) -> str:
+    """Builds the engine, measures it, writes what is to be written, and returns the table.
 
-    options = BenchOptions(
-        workload=workload, concurrency=concurrency, num_requests=num_requests, temperature=temperature
-    )
-    engine = build_dummy_engine(preset_config(model), config, progress_on())
+    Args:
+        http_client: with what the same engine is measured over HTTP afterwards; None: it is not.
+    """
+    # Here and not at the top: it brings jax, which --help need not wait for.
+    from jaxserve.bench.engine_run import ceiling_of, engine_config, engine_environment, measure_engine, start_engine
+    from jaxserve.bench.http_comparison import check_packages, compare_over_http
+    from jaxserve.bench.records import format_table
+    from jaxserve.bench.results import write_environment, write_one_file
 
-    def show(summary: Summary) -> None:
-        typer.echo(f"  {summary.load}: TPOT {summary.tpot_ms['mean']:.2f} ms", err=True)
-
+    if http_client is not None:
+        check_packages(http_client)  # before minutes of compiling
+    engine = start_engine(model, engine_config(settings), progress_on())
     try:
-        summaries, records = run_in_process(engine, options, show)
+        ceiling = ceiling_of(engine)
+        environment = engine_environment(engine, ceiling, model=model, name=name or model, command=sys.argv)
+        environment["workload"] = bench_options.workload.name
+        folder = folder_of(output)
+        if folder is not None:
+            write_environment(folder, environment)
+        summaries, results = measure_engine(
+            engine, bench_options, ceiling=ceiling, temperature=temperature, on_summary=show, folder=folder
+        )
+        parts = [f"{model}, {engine.device_kind}, in process, times in ms", format_table(summaries)]
+        if http_client is not None:
+            parts.append(
+                compare_over_http(
+                    engine, bench_options, summaries, ceiling=ceiling, temperature=temperature, client=http_client,
+                    client_processes=client_processes, environment=environment, on_summary=show, folder=folder,
+                )
+            )  # fmt: skip
     finally:
         engine.shutdown()
-    typer.echo(f"{model}, {engine.device_kind}, times in ms")
-    typer.echo(format_table(summaries))
-    if output is not None:
-        write_results(output, engine, model, summaries, records)
+    if output is not None and folder is None:
+        write_one_file(output, environment, summaries, results)
+    return "\n".join(parts)
 
 
-def _parse_list(text: str) -> tuple[int, ...]:
-    values = tuple(int(part) for part in text.split(",") if part.strip().isdecimal())
-    if not values or min(values) < 1 or len(values) != len(text.split(",")):
-        raise ValueError(f"--concurrency {text!r} must be whole numbers from 1, such as 1,8,64")
-    return values
+def show(summary: Summary) -> None:
+    typer.echo(f"  {summary.load.label}: TPOT {summary.tpot_ms['mean']:.2f} ms", err=True)
+
+
+def folder_of(output: Path | None) -> Path | None:
+    """The folder to write to, or None where one file or nothing is to be written."""
+    return None if output is None or output.suffix == ".json" else output
+
+
+def parse_loads(
+    concurrency: str | None, request_rate: str | None, trace_speed: float | None, *, has_arrivals: bool
+) -> tuple[Load, ...]:
+    """The loads that are asked for; a trace runs at its own times, and else concurrency is held, where nothing is asked.
+
+    Raises:
+        ValueError: a list that is none.
+    """
+    from jaxserve.bench.records import Load
+
+    if concurrency is None and request_rate is None and trace_speed is None:
+        if has_arrivals:
+            trace_speed = 1.0
+        else:
+            concurrency = DEFAULT_CONCURRENCY
+    held = options.parse_counts(concurrency, "--concurrency") if concurrency else ()
+    rates = options.parse_numbers(request_rate, "--request-rate") if request_rate else ()
+    loads = [*(Load("concurrency", value) for value in held), *(Load("rate", value) for value in rates)]
+    if trace_speed is not None:
+        loads.append(Load("trace", trace_speed))
+    return tuple(dict.fromkeys(loads))
+
+
+def build_bench() -> typer.Typer:
+    """The commands of `jaxserve bench`; `run` is meant where none is named."""
+    app = typer.Typer(
+        name="bench",
+        cls=GroupWithDefault,
+        help="Measure an engine or an endpoint: `jaxserve bench MODEL`, or one of the commands below.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    app.command("run")(run)
+    return app

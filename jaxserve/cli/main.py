@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli.bench import bench
+from jaxserve.cli.bench import build_bench
 from jaxserve.cli.chat import chat
 from jaxserve.cli.models import convert, pull
 from jaxserve.cli.serve import serve
@@ -56,8 +56,9 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(options)
-    for command in (chat, serve, bench, pull, convert, version):
+    for command in (chat, serve, pull, convert, version):
         app.command()(command)
+    app.add_typer(build_bench())
     return app
 
 

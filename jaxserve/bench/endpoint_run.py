@@ -1,0 +1,68 @@
+"""An OpenAI endpoint to be measured: this process is its client and needs no jax."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from jaxserve.bench.client_processes import ProcessTarget, make_client
+from jaxserve.bench.endpoint import EndpointOptions, first_model
+from jaxserve.bench.http_target import HttpTarget
+from jaxserve.bench.records import RunResult, Summary, format_table
+from jaxserve.bench.results import write_environment
+from jaxserve.bench.run import BenchOptions, run_loads
+from jaxserve.bench.workload import Prompts
+
+_FIRST_TOKEN_ID = 1000  # below lie most vocabularies' control tokens and single bytes
+
+
+def measure_endpoint(
+    endpoint: EndpointOptions,
+    options: BenchOptions,
+    *,
+    name: str,
+    vocab_size: int,
+    client: str,
+    client_processes: int,
+    on_summary: Callable[[Summary], None],
+    folder: Path | None,
+    command: Sequence[str],
+) -> str:
+    """Runs the loads against an endpoint, writes what is to be written, and returns the table.
+
+    There is no floor beside the figures: what the endpoint runs on is not known here.
+    """
+    first = _FIRST_TOKEN_ID if vocab_size > 4 * _FIRST_TOKEN_ID else 0
+    prompts = Prompts(vocab_size, first=first, longest=options.workload.longest)
+    model = endpoint.model or first_model(endpoint)
+    target: HttpTarget | ProcessTarget
+    if client_processes == 1:
+        target = HttpTarget(endpoint, model, prompts, make_client(client, endpoint))
+    else:
+        target = ProcessTarget(replace(endpoint, model=model), prompts, client=client, processes=client_processes)
+    try:
+        if folder is not None:
+            environment = {
+                "name": name,
+                "engine": name,
+                "transport": "http",
+                "model": model,
+                "client": client,
+                "workload": options.workload.name,
+                "python": platform.python_version(),
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "command": " ".join(command),
+            }
+            write_environment(folder, environment)
+        summaries, _ = run_loads(target, options, judge=_as_it_is, on_summary=on_summary, folder=folder)
+    finally:
+        target.close()
+    return "\n".join([f"{model} at {endpoint.root}, times in ms", format_table(summaries)])
+
+
+def _as_it_is(summary: Summary, runs: Sequence[RunResult]) -> Summary:
+    del runs
+    return summary

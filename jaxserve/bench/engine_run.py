@@ -1,0 +1,144 @@
+"""An engine to be measured, made from its settings: with random weights or a checkpoint's, in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.bench.floor import Ceiling, device_ceiling, operations_per_token, step_floor_ms, weight_bytes_per_step
+from jaxserve.bench.in_process import InProcessTarget
+from jaxserve.bench.records import RunResult, Summary
+from jaxserve.bench.run import BenchOptions, run_loads
+from jaxserve.bench.workload import Prompts, Workload
+from jaxserve.config import EngineConfig
+from jaxserve.engine.build import build_dummy_engine, build_engine, resolve_cache_dtype, select_devices
+from jaxserve.engine.client import EngineClient
+from jaxserve.models.presets import preset_config
+from jaxserve.progress import Progress
+
+
+def engine_config(settings: dict[str, Any]) -> EngineConfig:
+    """The configuration with those settings that are not None.
+
+    Raises:
+        ValueError: a setting that this engine does not have, or whose value it does not take.
+    """
+    wanted = {name: value for name, value in settings.items() if value is not None}
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    unknown = sorted(set(wanted) - known)
+    if unknown:
+        flags = ", ".join("--" + name.replace("_", "-") for name in unknown)
+        raise ValueError(f"this version's engine has no {flags}")
+    return EngineConfig(**wanted)
+
+
+def start_engine(model: str, config: EngineConfig, progress: Progress) -> EngineClient:
+    """An engine with random weights for a named architecture or its JSON file, with a checkpoint's for anything else."""
+    if config.load_format == "dummy" or _is_architecture(model):
+        return build_dummy_engine(preset_config(model), dataclasses.replace(config, load_format="dummy"), progress)
+    # Here and not at the top: benchmarks with random weights need none of what these bring.
+    from jaxserve.checkpoint.source import resolve_model
+    from jaxserve.checkpoint.store import load_checkpoint
+
+    checkpoint = load_checkpoint(resolve_model(model, progress), config.dtype, progress)
+    return build_engine(checkpoint.model_config, checkpoint.params, config, progress)
+
+
+def _is_architecture(model: str) -> bool:
+    try:
+        preset_config(model)
+    except ValueError:
+        return False
+    return True
+
+
+def measure_engine(
+    engine: EngineClient,
+    options: BenchOptions,
+    *,
+    ceiling: Ceiling,
+    temperature: float,
+    on_summary: Callable[[Summary], None],
+    folder: Path | None = None,
+) -> tuple[list[Summary], dict[str, list[RunResult]]]:
+    """Runs the loads on an engine in this process, with floor, MBU and MFU beside each.
+
+    Raises:
+        ValueError: a workload that is text, or that does not fit the model.
+    """
+    if options.workload.needs_text:
+        raise ValueError(f"workload {options.workload.name!r} is sent as text: give --endpoint, or --http")
+    options = dataclasses.replace(options, workload=options.workload.fitting(engine.max_model_len))
+    prompts = Prompts(engine.model_config.vocab_size, longest=options.workload.longest)
+    target = InProcessTarget(engine, prompts, temperature=temperature)
+    return run_loads(
+        target, options, judge=judge_of(engine, options.workload, ceiling), on_summary=on_summary, folder=folder
+    )
+
+
+def judge_of(
+    engine: EngineClient, workload: Workload, ceiling: Ceiling
+) -> Callable[[Summary, Sequence[RunResult]], Summary]:
+    """What adds an engine's floor and its use of the device's compute to a summary."""
+    config, model = engine.config, engine.model_config
+    num_devices = devices_of(config)
+
+    def judge(summary: Summary, runs: Sequence[RunResult]) -> Summary:
+        replicas = num_devices // config.tensor_parallel_size
+        floor = step_floor_ms(
+            model,
+            jnp.dtype(config.dtype),
+            engine.device_kind,
+            batch=summary.mean_running / replicas,
+            context=workload.mean_context,
+            num_devices=config.tensor_parallel_size,
+            bandwidth=ceiling.bandwidth,
+            cache_dtype=resolve_cache_dtype(config, jnp.dtype(config.dtype)),
+        )
+        prompts = sum(record.prompt_tokens for run in runs for record in run.records)
+        outputs = sum(record.output_tokens for run in runs for record in run.records)
+        tokens = summary.output_tokens_per_second * (1 + prompts / max(1, outputs))
+        rate = tokens * operations_per_token(model, workload.mean_context)
+        return dataclasses.replace(
+            summary, floor_ms=floor, compute_utilization=rate / (ceiling.matrix_rate * num_devices)
+        )
+
+    return judge
+
+
+def ceiling_of(engine: EngineClient) -> Ceiling:
+    return device_ceiling(select_devices(engine.config)[0])
+
+
+def devices_of(config: EngineConfig) -> int:
+    """How many devices the engine runs on."""
+    return config.tensor_parallel_size * (getattr(config, "data_parallel_size", None) or 1)
+
+
+def engine_environment(
+    engine: EngineClient, ceiling: Ceiling, *, model: str, name: str, command: Sequence[str]
+) -> dict[str, Any]:
+    """What was measured, with what and on what, for the record."""
+    return {
+        "name": name,
+        "engine": "jaxserve",
+        "transport": "in process",
+        "model": model,
+        "device": engine.device_kind,
+        "num_devices": devices_of(engine.config),
+        "settings": dataclasses.asdict(engine.config),
+        "architecture": engine.model_config.to_json(),
+        "weight_bytes": weight_bytes_per_step(engine.model_config, jnp.dtype(engine.config.dtype)),
+        "ceiling": dataclasses.asdict(ceiling),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(command),
+    }

@@ -1,0 +1,127 @@
+"""The same engine over HTTP: its server in this process, as `jaxserve serve` has it, and the clients in others."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxserve.bench.engine_run import judge_of
+from jaxserve.bench.floor import Ceiling
+from jaxserve.bench.records import Summary, format_table
+from jaxserve.bench.results import write_environment
+from jaxserve.bench.run import BenchOptions, run_loads
+from jaxserve.config import ServerConfig
+from jaxserve.engine.client import EngineClient
+
+_PACKAGES = ("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client", "tokenizers", "httpx", "jinja2")
+
+
+def check_packages(client: str = "own") -> None:
+    """Raises:
+    RuntimeError: packages that the server or the client needs are not installed, with their names.
+    """
+    wanted = (*_PACKAGES, "openai") if client == "openai" else _PACKAGES
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(
+            f"measuring over HTTP needs packages that are not installed here: pip install {' '.join(missing)}"
+        )
+
+
+def compare_over_http(
+    engine: EngineClient,
+    options: BenchOptions,
+    in_process: Sequence[Summary],
+    *,
+    ceiling: Ceiling,
+    temperature: float,
+    client: str,
+    client_processes: int,
+    environment: dict[str, Any],
+    on_summary: Callable[[Summary], None],
+    folder: Path | None,
+) -> str:
+    """Runs the same loads over HTTP, and returns their table and what differs from the figures taken in process.
+
+    Raises:
+        RuntimeError: a package is missing, or no request was answered.
+    """
+    check_packages(client)
+    # Here and not at the top: they need what `check_packages` looks for, and a run in process does not.
+    from jaxserve.bench.client_processes import ProcessTarget
+    from jaxserve.bench.http_target import EndpointOptions
+    from jaxserve.bench.workload import Prompts
+
+    options = replace(options, workload=options.workload.fitting(engine.max_model_len))
+    form = "chat" if options.workload.needs_text else "token-ids"
+    vocabulary = engine.model_config.vocab_size
+    with serving(engine) as url:
+        endpoint = EndpointOptions(url=url, model="bench", form=form, temperature=temperature)
+        prompts = Prompts(vocabulary, longest=options.workload.longest)
+        target = ProcessTarget(endpoint, prompts, client=client, processes=client_processes)
+        try:
+            if folder is not None:
+                name = f"{environment['name']} over HTTP"
+                write_environment(folder / "http", {**environment, "name": name, "transport": "http", "client": client})
+            summaries, _ = run_loads(
+                target,
+                options,
+                judge=judge_of(engine, options.workload, ceiling),
+                on_summary=on_summary,
+                folder=None if folder is None else folder / "http",
+            )
+        finally:
+            target.close()
+    head = f"the same engine over HTTP, {client} client in {client_processes} processes, times in ms"
+    return "\n".join([head, format_table(summaries), *differences(in_process, summaries)])
+
+
+def differences(in_process: Sequence[Summary], over_http: Sequence[Summary]) -> list[str]:
+    """One line for each load: what HTTP adds."""
+    before = {summary.load: summary for summary in in_process}
+    lines = []
+    for summary in over_http:
+        if (other := before.get(summary.load)) is None or not other.tpot_ms["mean"]:
+            continue
+        tpot, ttft = summary.tpot_ms["mean"], summary.ttft_ms["mean"]
+        lines.append(
+            f"over HTTP at {summary.load.label}: TPOT {tpot / other.tpot_ms['mean'] - 1:+.1%} "
+            f"({other.tpot_ms['mean']:.2f} -> {tpot:.2f} ms), TTFT {ttft - other.ttft_ms['mean']:+.1f} ms, "
+            f"throughput {summary.output_tokens_per_second / other.output_tokens_per_second - 1:+.1%}"
+        )
+    return lines
+
+
+@contextmanager
+def serving(engine: EngineClient) -> Iterator[str]:
+    """The server of this engine, with a made-up tokenizer, on a free port of this machine; yields its URL."""
+    from jaxserve.bench.random_tokenizer import plain_template, random_tokenizer
+    from jaxserve.protocol.service import OpenAIService
+    from jaxserve.server.app import create_app
+    from jaxserve.server.connection import uvicorn_config
+    from jaxserve.server.lifecycle import QuietServer
+    from jaxserve.server.listener import listener
+
+    config = ServerConfig(port=0, access_log="none")
+    service = OpenAIService(engine, random_tokenizer(engine.model_config.vocab_size), plain_template(), "bench")
+    with listener(config) as bound:
+        settings = uvicorn_config(create_app(service, config), config)
+        server = QuietServer(settings)
+
+        def serve() -> None:
+            with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
+                runner.run(server.serve(sockets=[bound]))
+
+        thread = threading.Thread(target=serve, name="bench-server", daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -1,0 +1,99 @@
+"""Arguments that the commands of `jaxserve bench` share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+MeasuredModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Architecture with random weights (llama-3-8b, llama-3-70b, llama-3.2-1b, a JSON file), a known name or a "
+        "checkpoint's folder. Not with --endpoint.",
+        show_default=False,
+    ),
+]
+WorkloadName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="sharegpt-like, sharegpt:FILE, fixed:PROMPT/OUTPUT, shared-prefix:TOKENS, long-among-short:TOKENS, "
+        "azure:FILE, json-schema.",
+    ),
+]
+Concurrency = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Requests held in flight: a list such as 1,8,64.")
+]
+RequestRate = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Requests a second, at random times (Poisson): a list such as 1,2,4.")
+]
+TraceSpeed = Annotated[
+    float | None,
+    typer.Option(metavar="FACTOR", help="Send at the workload's own times, so much faster than they were recorded."),
+]
+NumRequests = Annotated[
+    int | None,
+    typer.Option(metavar="COUNT", help="Measured at each load; unset: max(8, 3 x concurrency), or 30 s of a rate."),
+]
+Rounds = Annotated[int, typer.Option(metavar="COUNT", help="Repetitions of each load; figures are their medians.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="What one repetition of a load may take.")]
+Endpoint = Annotated[
+    str | None, typer.Option(metavar="URL", help="OpenAI endpoint to measure, in place of an engine in this process.")
+]
+ApiKey = Annotated[
+    str | None, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="Key that the endpoint wants.")
+]
+SpeculativeConfig = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Speculation, as `jaxserve serve --speculative-config` has it.")
+]
+StaticBatching = Annotated[
+    bool, typer.Option("--static-batching", help="Hold each batch until all of it is done, for comparison.")
+]
+OutputFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="Folder for records and figures; loads that are done there are kept. A name ending in .json: one file.",
+    ),
+]  # fmt: skip
+
+
+def parse_numbers(text: str, flag: str) -> tuple[float, ...]:
+    """The positive numbers of a list such as "1,2.5,8".
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) <= 0:
+        raise ValueError(f"{flag} {text!r} must be a list of positive numbers, such as 1,8,64")
+    return values
+
+
+def parse_counts(text: str, flag: str) -> tuple[int, ...]:
+    """As `parse_numbers`, of whole numbers."""
+    values = parse_numbers(text, flag)
+    if any(value != int(value) for value in values):
+        raise ValueError(f"{flag} {text!r} must be a list of whole numbers, such as 1,8,64")
+    return tuple(int(value) for value in values)
+
+
+def parse_json_object(text: str, flag: str) -> dict[str, Any]:
+    """Raises:
+    ValueError: the text is no JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{flag} {text!r} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{flag} {text!r} must be a JSON object")
+    return value

@@ -1,0 +1,204 @@
+"""Measuring an engine in this process, from its settings to the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.bench.engine_run import (
+    devices_of,
+    engine_config,
+    engine_environment,
+    judge_of,
+    measure_engine,
+    start_engine,
+)
+from jaxserve.bench.floor import Ceiling, device_ceiling, operations_per_token, step_floor_ms, weight_bytes_per_step
+from jaxserve.bench.http_comparison import check_packages, compare_over_http, differences
+from jaxserve.bench.records import Load, RequestRecord, RunResult, summarize
+from jaxserve.bench.results import find_series, read_series, write_environment, write_one_file
+from jaxserve.bench.run import BenchOptions
+from jaxserve.bench.workload import load_workload
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine.client import EngineClient
+from jaxserve.models.presets import preset_config
+from jaxserve.progress import NoProgress
+from tests.tiny_engine import MODEL_CONFIG, tiny_engine
+
+CEILING = Ceiling(1e9, 1e12, "table")
+LOADS = (Load("concurrency", 1), Load("concurrency", 2), Load("rate", 50))
+FIXED = BenchOptions(load_workload("fixed:10/12"), LOADS, num_requests=4, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineClient]:
+    with tiny_engine(EngineConfig(max_num_seqs=2, max_num_batched_tokens=32)) as started:
+        yield started
+
+
+def measure(engine: EngineClient, options: BenchOptions, folder: Path | None = None) -> tuple[list[str], dict]:
+    seen: list[str] = []
+    _, results = measure_engine(
+        engine, options, ceiling=CEILING, temperature=0.0, folder=folder,
+        on_summary=lambda summary: seen.append(summary.load.label),
+    )  # fmt: skip
+    return seen, results
+
+
+def test_every_answer_has_the_length_that_was_asked_for(engine: EngineClient) -> None:
+    seen, results = measure(engine, FIXED)
+    assert seen == ["1", "2", "50/s"]
+    for runs in results.values():
+        records = runs[0].records
+        assert [record.output_tokens for record in records] == [12] * 4
+        assert all(record.submitted < record.first_token < record.last_token for record in records)
+    assert engine.stats().num_running == 0 or engine.stats().num_waiting == 0
+
+
+def test_a_run_that_was_interrupted_goes_on_where_it_stopped(engine: EngineClient, tmp_path: Path) -> None:
+    write_environment(tmp_path, engine_environment(engine, CEILING, model="tiny", name="tiny", command=["bench"]))
+    assert measure(engine, replace(FIXED, loads=LOADS[:1]), tmp_path)[0] == ["1"]
+    before = (tmp_path / "concurrency-1.jsonl").read_text()
+    (tmp_path / "concurrency-2.jsonl").write_text("")  # written, but its figures were not
+    assert measure(engine, FIXED, tmp_path)[0] == ["2", "50/s"]
+    assert (tmp_path / "concurrency-1.jsonl").read_text() == before
+    series = read_series(tmp_path)
+    assert [point.summary.load for point in series.points] == list(LOADS)
+    assert [len(point.records) for point in series.points] == [4, 4, 4]
+    assert series.environment["settings"]["max_num_seqs"] == 2
+    assert series.name == "tiny" and find_series(tmp_path)[0].name == "tiny"
+
+
+def test_several_rounds_are_kept_apart(engine: EngineClient) -> None:
+    _, results = measure(engine, replace(FIXED, loads=LOADS[1:2], rounds=3))
+    assert [record.round for run in results["2"] for record in run.records] == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_one_file_holds_it_all(engine: EngineClient, tmp_path: Path) -> None:
+    summaries, results = measure_engine(
+        engine, replace(FIXED, loads=LOADS[:1]), ceiling=CEILING, temperature=0.0, on_summary=lambda summary: None
+    )
+    write_one_file(tmp_path / "all.json", {"model": "tiny"}, summaries, results)
+    data = json.loads((tmp_path / "all.json").read_text())
+    assert data["model"] == "tiny" and len(data["requests"]["1"]) == 4
+    assert data["summaries"][0]["bandwidth_utilization"] > 0
+
+
+def test_the_floor_counts_weights_and_live_pages_once() -> None:
+    config = preset_config("llama-3-8b")
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    assert weight_bytes_per_step(config, bfloat16) == pytest.approx(15.01e9, rel=1e-3)
+    h100 = "NVIDIA H100 80GB HBM3"
+    alone = step_floor_ms(config, bfloat16, h100, batch=1, context=0, num_devices=1)
+    assert alone == pytest.approx(4.857, rel=1e-3)
+    full = step_floor_ms(config, bfloat16, h100, batch=64, context=399, num_devices=2)
+    assert full == pytest.approx((15.01e9 + 64 * 399 * 131072) / 3.09e12 / 2 * 1e3, rel=1e-3)
+    assert step_floor_ms(config, bfloat16, "unknown card", batch=1, context=0, num_devices=1) is None
+    known = step_floor_ms(config, bfloat16, "unknown card", batch=1, context=0, num_devices=1, bandwidth=1e12)
+    assert known == pytest.approx(15.01, rel=1e-3)
+
+
+def test_operations_of_a_token_are_two_a_weight_and_those_of_attention() -> None:
+    config = preset_config("llama-3-8b")
+    assert operations_per_token(config, 0) == pytest.approx(2 * 7.505e9, rel=1e-3)
+    assert operations_per_token(config, 1000) - operations_per_token(config, 0) == 4 * 32 * 32 * 128 * 1000
+
+
+def test_a_device_that_is_not_in_the_table_is_measured() -> None:
+    ceiling = device_ceiling(jax.devices("cpu")[0])
+    assert ceiling.origin == "measured"
+    assert 1e8 < ceiling.bandwidth < 1e13 and 1e8 < ceiling.matrix_rate < 1e15
+
+
+def test_floor_and_compute_are_judged_for_what_ran(engine: EngineClient) -> None:
+    workload = load_workload("fixed:10/12")
+    records = [RequestRecord(10, 12, 0.0, 0.1, 1.2, index=index) for index in range(2)]
+    run = RunResult(records, 1.2, 24.0)
+    summary = judge_of(engine, workload, CEILING)(summarize(Load("concurrency", 2), [run]), [run])
+    floor = step_floor_ms(
+        MODEL_CONFIG, jnp.dtype(jnp.float32), "cpu", batch=2, context=16, num_devices=1, bandwidth=1e9
+    )
+    assert summary.floor_ms == pytest.approx(floor)
+    assert summary.bandwidth_utilization == pytest.approx((floor or 0) / 100)
+    tokens_per_second = 20 * (1 + 20 / 24)
+    assert summary.compute_utilization == pytest.approx(
+        tokens_per_second * operations_per_token(MODEL_CONFIG, 16) / 1e12
+    )
+
+
+def test_a_setting_that_the_engine_does_not_have_is_named() -> None:
+    assert engine_config({"max_num_seqs": 3, "page_size": None}) == EngineConfig(max_num_seqs=3)
+    with pytest.raises(ValueError, match="has no --warp-drive, --warp-speed"):
+        engine_config({"warp_speed": 9, "warp_drive": True})
+    assert devices_of(EngineConfig(tensor_parallel_size=4)) == 4
+
+
+def test_a_workload_of_text_needs_a_server(engine: EngineClient) -> None:
+    with pytest.raises(ValueError, match="is sent as text"):
+        measure(engine, replace(FIXED, workload=load_workload("json-schema")))
+
+
+def test_a_trace_load_needs_arrival_times() -> None:
+    with pytest.raises(ValueError, match="has no arrival times"):
+        BenchOptions(load_workload("fixed:1/1"), (Load("trace", 1),))
+
+
+def test_a_checkpoint_is_measured_with_its_own_weights(tiny_model_dir: Path) -> None:
+    engine = start_engine(
+        str(tiny_model_dir), EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64), NoProgress()
+    )
+    try:
+        assert engine.model_config.hidden_size == 64
+        assert engine.model_config.eos_token_ids  # of the checkpoint; random weights have none
+    finally:
+        engine.shutdown()
+
+
+def test_over_http_the_same_engine_gives_whole_answers_and_a_difference(tmp_path: Path) -> None:
+    pytest.importorskip("starlette")
+    config = ModelConfig(**{**MODEL_CONFIG.to_json(), "vocab_size": 300, "eos_token_ids": ()})
+    engine = start_engine(
+        _written(tmp_path, config), EngineConfig(max_num_seqs=2, max_num_batched_tokens=32), NoProgress()
+    )
+    options = replace(FIXED, loads=LOADS[1:2])
+    try:
+        summaries, _ = measure_engine(
+            engine, options, ceiling=CEILING, temperature=0.0, on_summary=lambda summary: None
+        )
+        text = compare_over_http(
+            engine, options, summaries, ceiling=CEILING, temperature=0.0, client="own", client_processes=1,
+            environment={"name": "tiny"}, on_summary=lambda summary: None, folder=tmp_path,
+        )  # fmt: skip
+    finally:
+        engine.shutdown()
+    records = read_series(tmp_path / "http").points[0].records
+    assert [record.output_tokens for record in records] == [12] * 4
+    assert text.splitlines()[-1].startswith("over HTTP at 2: TPOT ")
+
+
+def _written(folder: Path, config: ModelConfig) -> str:
+    (folder / "model.json").write_text(json.dumps(config.to_json()))
+    return str(folder / "model.json")
+
+
+def test_what_http_adds_is_told_load_by_load() -> None:
+    def summary(tpot: float) -> object:
+        record = RequestRecord(1, 11, 0.0, 0.01, 0.01 + 10 * tpot)
+        return summarize(Load("concurrency", 4), [RunResult([record], 1.0, 10.0)])
+
+    [line] = differences([summary(0.005)], [summary(0.0051)])  # type: ignore[list-item]
+    assert line.startswith("over HTTP at 4: TPOT +2.0% (5.00 -> 5.10 ms), TTFT +0.0 ms")
+
+
+def test_packages_that_http_needs_are_named_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("uvicorn", "openai") else object())
+    with pytest.raises(RuntimeError, match=r"pip install uvicorn$"):
+        check_packages()
+    with pytest.raises(RuntimeError, match=r"pip install uvicorn openai$"):
+        check_packages("openai")

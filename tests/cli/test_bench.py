@@ -1,0 +1,79 @@
+"""`jaxserve bench` as a person types it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxserve.bench.records import Load
+from jaxserve.cli.bench import parse_loads
+from jaxserve.cli.main import build_app
+from tests.tiny_engine import MODEL_CONFIG
+
+
+def bench(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(build_app(), ["bench", *arguments])
+    return result.exit_code, result.output
+
+
+def test_a_model_alone_means_the_command_run(tmp_path: Path) -> None:
+    model = tmp_path / "tiny.json"
+    model.write_text(json.dumps(MODEL_CONFIG.to_json()))
+    arguments = ["--workload", "fixed:8/6", "--concurrency", "1,2", "--num-requests", "2", "--max-num-seqs", "2",
+                 "--max-num-batched-tokens", "16", "--output", str(tmp_path / "out.json")]  # fmt: skip
+    code, output = bench(str(model), *arguments)
+    assert code == 0, output
+    table = output[output.index("load") :].splitlines()
+    assert [row.split()[:2] for row in table] == [["load", "requests"], ["1", "2"], ["2", "2"]]
+    assert set(json.loads((tmp_path / "out.json").read_text())["requests"]) == {"1", "2"}
+
+
+def test_the_commands_are_listed() -> None:
+    code, output = bench("--help")
+    assert code == 0
+    assert "run" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama-3-8b", "--concurrency", "0"], "--concurrency '0' must be a list of positive numbers"),
+        (["llama-3-8b", "--concurrency", "1.5"], "--concurrency '1.5' must be a list of whole numbers"),
+        (["llama-3-8b", "--request-rate", "1,x"], "--request-rate '1,x' must be a list of positive numbers"),
+        (["llama-3-8b", "--endpoint", "http://x"], "give either MODEL or --endpoint URL"),
+        (["--concurrency", "1"], "give either MODEL or --endpoint URL"),
+        (["llama-3-8b", "--workload", "poems"], "workload 'poems' is unknown"),
+        (["llama-3-8b", "--trace-speed", "2"], "has no arrival times"),
+        (["--endpoint", "http://x", "--extra-body", "[1]"], "--extra-body '[1]' must be a JSON object"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments: list[str], message: str) -> None:
+    code, output = bench(*arguments)
+    assert code == 1
+    assert message in output and len(output.splitlines()) == 1
+
+
+def test_loads() -> None:
+    assert parse_loads("1,8", "2.5", None, has_arrivals=False) == (
+        Load("concurrency", 1), Load("concurrency", 8), Load("rate", 2.5),
+    )  # fmt: skip
+    assert parse_loads(None, None, None, has_arrivals=True) == (Load("trace", 1.0),)
+    assert parse_loads(None, None, None, has_arrivals=False)[-1] == Load("concurrency", 64)
+    assert parse_loads("4", None, None, has_arrivals=True) == (Load("concurrency", 4),)
+
+
+def test_in_process_it_needs_neither_a_server_nor_its_packages() -> None:
+    """As on a machine that has jax, flax, numpy, typer and rich, but no starlette, uvicorn, pydantic or httpx."""
+    program = (
+        "import sys\n"
+        "for name in ('starlette', 'uvicorn', 'pydantic', 'sse_starlette', 'httpx', 'httptools', 'openai', 'tokenizers',\n"
+        "             'prometheus_client', 'jinja2', 'orbax', 'safetensors', 'matplotlib', 'prompt_toolkit'):\n"
+        "    sys.modules[name] = None\n"
+        "import jaxserve.cli.main, jaxserve.bench.engine_run, jaxserve.bench.http_comparison\n"
+        "jaxserve.cli.main.build_app()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
