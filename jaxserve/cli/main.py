@@ -10,7 +10,10 @@ import typer
 
 from jaxserve.cli.bench import build_bench
 from jaxserve.cli.chat import chat
-from jaxserve.cli.models import convert, pull
+from jaxserve.cli.convert import convert
+from jaxserve.cli.export import export
+from jaxserve.cli.inspect import inspect
+from jaxserve.cli.pull import pull
 from jaxserve.cli.serve import serve
 
 
@@ -56,7 +59,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(options)
-    for command in (chat, serve, pull, convert, version):
+    for command in (chat, serve, pull, convert, export, inspect, version):
         app.command()(command)
     app.add_typer(build_bench())
     return app

@@ -45,6 +45,15 @@ def done_text(done: float, total: float | None, unit: str) -> str:
     return f"{amount_text(done, unit)} of {whole}" if unit in BYTES else f"{done:,.0f} of {whole}"
 
 
+def pace_text(done: float, total: float | None, seconds: float, unit: str) -> str:
+    """How fast work goes, and how long it will take: ", 210.0 MB/s, 65 s left"; "" before there is anything to tell."""
+    if done <= 0 or seconds <= 0:
+        return ""
+    pace = done / seconds
+    left = "" if total is None else f", {max(0.0, total - done) / pace:,.0f} s left"
+    return f", {amount_text(pace, unit)}/s{left}"
+
+
 class BarProgress:
     """Bars with amount, rate and time left, drawn by rich; a finished one stays as a line."""
 
@@ -105,7 +114,9 @@ class LineProgress:
                 if due:
                     last_line = now
             if due:
-                self._write(f"{description}: {done_text(done, total, unit)}")
+                self._write(
+                    f"{description}: {done_text(done, total, unit)}{pace_text(done, total, now - started, unit)}"
+                )
 
         yield advance
         self._write(f"{description}: done in {time.monotonic() - started:.1f} s")

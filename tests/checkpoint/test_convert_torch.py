@@ -166,7 +166,9 @@ class TestWithTorch:
 
     def test_ranks_of_unlike_shape(self, folder: Path, tmp_path: Path, torch: Any) -> None:
         meta = meta_folder(folder, tmp_path / "meta", torch, ranks=2)
-        shutil.copy(meta_folder(folder, tmp_path / "other", torch) / "consolidated.00.pth", meta / "consolidated.01.pth")
+        shutil.copy(
+            meta_folder(folder, tmp_path / "other", torch) / "consolidated.00.pth", meta / "consolidated.01.pth"
+        )
         assert_refused(meta, match=r"consolidated\.01\.pth has other tensors")
 
 

@@ -28,7 +28,7 @@ def test_lines_tell_start_progress_and_end(monkeypatch: pytest.MonkeyPatch) -> N
         advance(102_000_000)
     assert stream.getvalue().splitlines() == [
         "Downloading …",
-        "Downloading: 98.0 MB of 200.0 MB",
+        "Downloading: 98.0 MB of 200.0 MB, 16.3 MB/s, 6 s left",
         "Downloading: done in 8.5 s",
     ]
 

@@ -1,0 +1,94 @@
+"""What is in a checkpoint, and the memory that it will take, told from headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxserve.checkpoint.manifest import ArrayInfo, check_files, is_converted, read_manifest
+from jaxserve.checkpoint.open_model import open_model
+from jaxserve.config import ModelConfig
+from jaxserve.models.kv_cache import kv_bytes_per_token
+from jaxserve.models.params import param_specs
+from jaxserve.sharding.rules import LOGICAL_TO_MESH, check_divides
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One checkpoint, converted or not.
+
+    Attributes:
+        form: "converted", "huggingface", "meta" or "gguf".
+        source: what a converted one was made from; else its form.
+        arrays: by name: those that are stored, under the names that they have there.
+    """
+
+    name: str
+    form: str
+    source: str
+    architecture: str
+    config: ModelConfig
+    arrays: dict[str, ArrayInfo]
+
+    def bytes_by_dtype(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for info in self.arrays.values():
+            found[info.dtype] = found.get(info.dtype, 0) + info.nbytes
+        return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes that one device of several holds.
+
+    Attributes:
+        weights: of its shards.
+        kv_cache_per_token: of its share of one token's keys and values.
+    """
+
+    weights: int
+    kv_cache_per_token: int
+
+
+def inspect_checkpoint(path: Path) -> Inspection:
+    """Read the headers of a checkpoint in any format.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged or not supported.
+    """
+    if is_converted(path):
+        manifest = read_manifest(path)
+        check_files(path, manifest)
+        return Inspection(
+            manifest.name, "converted", manifest.source, manifest.architecture, manifest.model_config, manifest.arrays
+        )
+    with open_model(path) as model:
+        source = model.assembler.source
+        arrays = {name: ArrayInfo(source.shape(name), source.dtype(name).name) for name in sorted(source.names())}
+        return Inspection(model.name, model.source, model.source, model.architecture, model.assembler.config, arrays)
+
+
+def device_memory(config: ModelConfig, tensor_parallel_size: int, dtype: str) -> DeviceMemory:
+    """What each device holds when the model is cut over so many.
+
+    Args:
+        dtype: that the engine runs with: of weights that are not quantized, and of the KV cache.
+
+    Raises:
+        ValueError: if the model cannot be cut so, naming sizes that work.
+    """
+    element = jnp.dtype(getattr(ml_dtypes, dtype, dtype))
+    specs = [
+        (jax.tree_util.keystr(path), spec) for path, spec in jax.tree_util.tree_leaves_with_path(param_specs(config))
+    ]
+    check_divides([(name, spec.shape, spec.logical_axes) for name, spec in specs], tensor_parallel_size)
+    weights = 0
+    for _, spec in specs:
+        is_cut = any(axis in LOGICAL_TO_MESH for axis in spec.logical_axes)
+        weights += spec.size * np.dtype(spec.element_type(element)).itemsize // (tensor_parallel_size if is_cut else 1)
+    return DeviceMemory(weights, kv_bytes_per_token(config, element) // tensor_parallel_size)

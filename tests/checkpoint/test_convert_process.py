@@ -1,0 +1,333 @@
+"""Conversion as a process: killed and resumed, its memory, what it starts before its input is checked, its one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve.checkpoint.assemble import expected_shapes
+from jaxserve.checkpoint.convert import convert
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.hf_config import model_config_from_hf
+from jaxserve.checkpoint.manifest import is_converted, read_manifest
+from jaxserve.checkpoint.tensor_names import HUGGING_FACE
+from jaxserve.checkpoint.unfinished import unfinished_path
+from jaxserve.progress import NoProgress
+from tests.checkpoint.files import edit_config, stored
+from tests.tiny_model import TINY_CONFIG, write_tiny_llama
+
+LAYERS = 6
+
+# Converts, and kills itself once so many bytes of weights were read.
+KILLED = """
+import os, signal, sys
+from contextlib import contextmanager
+from jaxserve.checkpoint.convert import convert
+
+class Killing:
+    @contextmanager
+    def task(self, description, total, unit):
+        left = total * 0.6
+        def advance(amount):
+            nonlocal left
+            left -= amount
+            if description == "Converting weights" and left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        yield advance
+
+convert(sys.argv[1], sys.argv[2], progress=Killing(), resume=sys.argv[3] == "resume")
+"""
+
+
+class RecordingProgress:
+    def __init__(self) -> None:
+        self.totals: dict[str, int | None] = {}
+
+    @contextmanager
+    def task(self, description: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+        self.totals[description] = total
+        yield lambda amount: None
+
+
+def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def jaxserve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return python("from jaxserve.cli.main import main; main()", *arguments)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_tiny_llama(tmp_path / "source", num_hidden_layers=LAYERS, vocab_size=260)
+
+
+@pytest.fixture
+def killed(source: Path, tmp_path: Path) -> Path:
+    """The destination of a conversion that was killed half-way."""
+    done = python(KILLED, str(source), str(tmp_path / "converted"), "resume")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return tmp_path / "converted"
+
+
+def finished_pieces(destination: Path) -> set[str]:
+    return set(json.loads((unfinished_path(destination) / "conversion.json").read_text())["finished"])
+
+
+def assert_equal_folders(left: Path, right: Path) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), stored(left), stored(right))
+    ours, theirs = read_manifest(left), read_manifest(right)
+    assert (ours.arrays, ours.model_config, ours.source_files) == (
+        theirs.arrays,
+        theirs.model_config,
+        theirs.source_files,
+    )
+
+
+def test_a_killed_conversion_is_resumed(source: Path, tmp_path: Path, killed: Path) -> None:
+    assert not killed.exists()
+    done = finished_pieces(killed)
+    assert {"embedding", "layer_000"} <= done < {"embedding", "head", *(f"layer_{i:03d}" for i in range(LAYERS))}
+    before = {path: path.stat().st_mtime_ns for path in (unfinished_path(killed) / "weights" / "layer_000").rglob("*")}
+    progress = RecordingProgress()
+    convert(source, killed, progress=progress, resume=True)
+    convert(source, tmp_path / "fresh", progress=(whole := RecordingProgress()))
+    assert (progress.totals["Converting weights"] or 0) < (whole.totals["Converting weights"] or 0)
+    after = {path: path.stat().st_mtime_ns for path in (killed / "weights" / "layer_000").rglob("*")}
+    assert sorted(after.values()) == sorted(before.values())  # renamed with its folder, not written again
+    assert_equal_folders(killed, tmp_path / "fresh")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["converted", "fresh", "source"]
+    assert not [path for path in killed.iterdir() if path.name.startswith("conversion")]
+
+
+def test_half_a_piece_is_written_again(source: Path, killed: Path, tmp_path: Path) -> None:
+    half = unfinished_path(killed) / "weights" / "layer_005"
+    half.mkdir(exist_ok=True)
+    (half / "manifest.ocdbt").write_bytes(b"half")
+    convert(source, killed, progress=NoProgress(), resume=True)
+    convert(source, tmp_path / "fresh", progress=NoProgress())
+    assert_equal_folders(killed, tmp_path / "fresh")
+
+
+def test_without_resume_it_starts_over_and_says_so(
+    source: Path, killed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = RecordingProgress()
+    convert(source, killed, progress=progress)
+    assert "starting over" in caplog.text
+    assert "--resume" in caplog.text
+    assert is_converted(killed)
+
+
+def test_another_conversion_is_not_resumed(source: Path, killed: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"unfinished conversion of another model or with other options"):
+        convert(source, killed, progress=NoProgress(), resume=True, dtype="bfloat16")
+    edit_config(source, rope_theta=20000.0)
+    with pytest.raises(CheckpointError, match=r"unfinished conversion of another model"):
+        convert(source, killed, progress=NoProgress(), resume=True)
+    assert {"embedding", "layer_000"} <= finished_pieces(killed)
+
+
+def test_two_at_once_are_told(source: Path, tmp_path: Path) -> None:
+    class SecondOne:
+        @contextmanager
+        def task(self, description: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+            if description == "Converting weights":
+                done = jaxserve("convert", str(source), str(tmp_path / "converted"))
+                assert done.returncode == 1
+                assert "another process is making" in done.stderr
+            yield lambda amount: None
+
+    convert(source, tmp_path / "converted", progress=SecondOne())
+    assert is_converted(tmp_path / "converted")
+
+
+def test_a_failure_leaves_nothing_but_what_resume_asks_for(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise CheckpointError("the disk is gone")
+
+    monkeypatch.setattr("jaxserve.checkpoint.convert.write_manifest", fail)
+    for resume, left in ((False, ["source"]), (True, [".converted.convert.partial", "source"])):
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            convert(source, tmp_path / "converted", progress=NoProgress(), resume=resume)
+        assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+# --- memory
+
+
+def write_large(folder: Path) -> tuple[Path, int, int]:
+    """A checkpoint of 12 layers of 18 MB. Returns the folder, the bytes of all of it, and of its largest piece."""
+    sizes = {
+        "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 4096,
+    }  # fmt: skip
+    folder.mkdir()
+    config = {**TINY_CONFIG, **sizes, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = model_config_from_hf(config, eos_token_ids=(), bos_token_id=None, where="config.json")
+    tensors = {
+        name: np.full(shape, 0.5, ml_dtypes.bfloat16) for name, shape in expected_shapes(HUGGING_FACE, model).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    layer = sum(value.nbytes for name, value in tensors.items() if name.startswith("model.layers.0."))
+    return folder, sum(value.nbytes for value in tensors.values()), layer
+
+
+PEAK = """
+import resource, sys
+from jaxserve.checkpoint.convert import convert
+from jaxserve.progress import NoProgress
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+convert(sys.argv[1], sys.argv[2] + "/tiny", progress=NoProgress())
+before = peak()
+convert(sys.argv[3], sys.argv[2] + "/large", progress=NoProgress(), dtype=sys.argv[4])
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux")
+def test_memory_is_of_a_few_pieces_not_of_the_model(source: Path, tmp_path: Path) -> None:
+    folder, total, piece = write_large(tmp_path / "large-source")
+    done = python(PEAK, str(source), str(tmp_path), str(folder), "auto")
+    assert done.returncode == 0, done.stderr
+    # The piece itself, what it is assembled of, and what the store holds until it is written.
+    assert int(done.stdout) < 4 * piece < total / 2
+
+
+READ = """
+import os, sys
+from pathlib import Path
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, numpy as np
+from jaxserve.checkpoint.manifest import read_manifest
+from jaxserve.checkpoint.orbax_weights import restore_weights
+from jaxserve.models.params import param_specs
+from jaxserve.sharding.mesh import make_mesh
+from jaxserve.sharding.placement import named_shardings
+
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+folder = Path(sys.argv[1])
+config = read_manifest(folder).model_config
+def restore(size):
+    shardings = named_shardings(param_specs(config), make_mesh(jax.devices(), size))
+    before = bytes_read()
+    jax.block_until_ready(restore_weights(folder / "weights", config, np.dtype("float32"), shardings))
+    return bytes_read() - before
+
+restore(4)
+print(restore(1), restore(4))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what a process reads, as Linux tells it")
+def test_each_device_reads_only_its_bytes(tmp_path: Path) -> None:
+    folder, total, _ = write_large(tmp_path / "source")
+    convert(folder, tmp_path / "converted", progress=NoProgress())
+    done = python(READ, str(tmp_path / "converted"))
+    assert done.returncode == 0, done.stderr
+    for read in map(int, done.stdout.split()):
+        assert total <= read < 1.1 * total
+
+
+# --- before the input is known to be good
+
+
+BACKEND = """
+import sys
+from jaxserve.checkpoint.convert import convert
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.progress import NoProgress
+from jax._src import xla_bridge
+try:
+    convert(sys.argv[1], sys.argv[2], progress=NoProgress())
+except CheckpointError:
+    print(xla_bridge.backends_are_initialized())
+"""
+
+
+def test_no_backend_is_started_for_a_bad_input(source: Path, tmp_path: Path) -> None:
+    content = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(content[:-100])
+    assert python(BACKEND, str(source), str(tmp_path / "converted")).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**12},
+        {"vocab_size": 10**15},
+        {"hidden_size": 2**62},
+        {"num_attention_heads": 0},
+        {"head_dim": -16},
+    ],
+    ids=str,
+)
+def test_numbers_of_a_config_cost_nothing(source: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    edit_config(source, **changes)
+    with pytest.raises(CheckpointError, match="source") as caught:
+        convert(source, tmp_path / "converted", progress=NoProgress())
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize("size", [2**63, 2**40, 0, 7])
+def test_a_header_that_claims_too_much(source: Path, tmp_path: Path, size: int) -> None:
+    content = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(size.to_bytes(8, "little") + content[8:])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        convert(source, tmp_path / "converted", progress=NoProgress())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+# --- the commands
+
+
+def test_convert_inspect_export(source: Path, tmp_path: Path) -> None:
+    (source / "model.onnx").write_bytes(b"x")
+    (source / "README.md").write_text("words")
+    done = jaxserve("convert", str(source), str(tmp_path / "converted"), "--dtype", "bfloat16")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'converted'}\n"), done.stderr
+    assert "model.onnx" in done.stderr
+    assert "README" not in done.stderr
+    again = jaxserve("convert", str(source), str(tmp_path / "converted"))
+    assert (again.returncode, again.stdout) == (1, "")
+    assert again.stderr == f"jaxserve: error: {tmp_path / 'converted'} exists: remove it or choose another folder\n"
+    done = jaxserve("inspect", str(tmp_path / "converted"), "--tensor-parallel-size", "2")
+    assert done.returncode == 0, done.stderr
+    assert "LlamaForCausalLM, converted, made from huggingface" in done.stdout
+    assert "layer_*/wqkv  [64, 2, 4, 16] bfloat16  (6 times)" in done.stdout
+    done = jaxserve("export", str(tmp_path / "converted"), str(tmp_path / "exported"))
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'exported'}\n"), done.stderr
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+
+
+def test_a_bad_input_is_one_line_and_no_folder(source: Path, tmp_path: Path) -> None:
+    (source / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    done = jaxserve("convert", str(source), str(tmp_path / "converted"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("jaxserve: error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
