@@ -8,9 +8,11 @@ from typing import Any
 from pydantic_core import from_json
 
 from jaxserve.protocol.errors import BadRequestError
+from jaxserve.protocol.json_cost import check_cost
 from jaxserve.protocol.messages import clean_message
 from jaxserve.protocol.request_rules import check_chat_rules, check_completion_rules, check_logit_bias
 from jaxserve.protocol.requests import (
+    MAX_MESSAGES,
     MAX_PROMPT_TOKEN_IDS,
     MAX_PROMPTS,
     UNSUPPORTED_CHAT,
@@ -24,7 +26,12 @@ from jaxserve.protocol.validation import kind, shown, supported, validate
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Parses a request body: strict JSON (no NaN), nesting bounded by the parser, an object on top."""
+    """Parses a request body: strict JSON (no NaN), nesting bounded by the parser, an object on top.
+
+    Raises:
+        BadRequestError: it is none, or holds more values than any request needs.
+    """
+    check_cost(body)
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -74,7 +81,7 @@ def _clean_stream_options(fields: dict[str, Any]) -> None:
 
 def clean_messages(fields: dict[str, Any]) -> None:
     messages = fields.get("messages")
-    if isinstance(messages, list):
+    if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:  # of more, validation tells
         fields["messages"] = [clean_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 

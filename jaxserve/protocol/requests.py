@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, SkipValidation
 
 from jaxserve.protocol.messages import ChatMessage
 from jaxserve.protocol.validation import StrictModel
@@ -25,6 +25,7 @@ MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
 MAX_TOTAL_CHOICES = 1024  # prompts x choices of one request
 MAX_PROMPT_TOKEN_IDS = 1 << 20
+MAX_METADATA = 16  # entries, as OpenAI has it
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_LENGTH = 1000  # characters
 MAX_STOP_TOKEN_IDS = 128
@@ -75,7 +76,7 @@ UNSUPPORTED_STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation":
 class AccountFields(StrictModel):
     """Fields about the client's account or OpenAI's storage: checked for their type, without effect here."""
 
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
@@ -244,7 +245,7 @@ class CompletionRequest(GenerationRequest):
         add_special_tokens: text prompts get what the tokenizer adds by itself (usually BOS, or nothing).
     """
 
-    prompt: Prompt
+    prompt: SkipValidation[Prompt]  # parsing has checked it, for a union would try all its forms on every token
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)

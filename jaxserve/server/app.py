@@ -17,14 +17,14 @@ from starlette.routing import Route
 
 from jaxserve.config import ServerConfig
 from jaxserve.protocol.observer import RequestObserver
-from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request, parse_json
+from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
 from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest
 from jaxserve.protocol.responses import ResponseModel
 from jaxserve.protocol.responses_api_requests import ResponsesRequest, parse_responses_request
 from jaxserve.protocol.service import ChunkStream, OpenAIService
 from jaxserve.protocol.tokenize_requests import parse_detokenize_request, parse_tokenize_request
 from jaxserve.server.access_log import AccessLogMiddleware
-from jaxserve.server.body import read_body
+from jaxserve.server.body import parse_body, read_body
 from jaxserve.server.errors import EXCEPTION_HANDLERS, json_response
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.middleware import (
@@ -143,13 +143,13 @@ class _Routes:
 
     async def tokenize(self, request: Request) -> Response:
         service = self._slot.loaded()
-        parsed = parse_tokenize_request(await self._read_json(request))
+        _, parsed = await parse_body(await read_body(request, self._config.max_body_bytes), parse_tokenize_request)
         result = await until_disconnected(request.receive, service.tokenize(parsed))
         return Response(result.to_json(), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         service = self._slot.loaded()
-        parsed = parse_detokenize_request(await self._read_json(request))
+        _, parsed = await parse_body(await read_body(request, self._config.max_body_bytes), parse_detokenize_request)
         result = await until_disconnected(request.receive, service.detokenize(parsed))
         return Response(result.to_json(), media_type="application/json")
 
@@ -180,9 +180,6 @@ class _Routes:
     async def openapi(self, request: Request) -> Response:
         return json_response(openapi_document(self._config, version()))
 
-    async def _read_json(self, request: Request) -> dict[str, Any]:
-        return parse_json(await read_body(request, self._config.max_body_bytes))
-
     async def _answer(
         self,
         request: Request,
@@ -194,8 +191,7 @@ class _Routes:
         raw = await read_body(request, self._config.max_body_bytes)
         span: RequestSpan | None = request.scope["state"].get("span")
         observer = ObservedRequest(self._metrics, span)
-        body = parse_json(raw)
-        parsed = parse(body)
+        body, parsed = await parse_body(raw, parse)
         if span is not None:
             span.set_request(parsed, service.model_name)
         if self._log is not None:

@@ -1,11 +1,34 @@
-"""Reading a request's body: declared as JSON, bounded in size."""
+"""Reading a request's body: JSON, bounded in size and in what it costs."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from jaxserve.protocol.errors import BadRequestError, RequestTooLargeError
+from jaxserve.protocol.parsing import parse_json
 from jaxserve.server.errors import ClientDisconnectedError
+
+ParsedT = TypeVar("ParsedT")
+
+PARSED_AT_ONCE = 64 * 1024  # bytes; larger bodies are parsed in a thread, so that nobody else waits for them
+
+
+async def parse_body(raw: bytes, parse: Callable[[Mapping[str, Any]], ParsedT]) -> tuple[Mapping[str, Any], ParsedT]:
+    """The body as JSON, and what `parse` makes of it.
+
+    Raises:
+        BadRequestError: it is no JSON object, or `parse` refuses it.
+    """
+
+    def work() -> tuple[Mapping[str, Any], ParsedT]:
+        body = parse_json(raw)
+        return body, parse(body)
+
+    return work() if len(raw) <= PARSED_AT_ONCE else await asyncio.to_thread(work)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
