@@ -137,7 +137,8 @@ def compile_forward(factory: ProgramFactory, params: Any, cache: Any, state: Any
     started = time.perf_counter()
     lowered = jax.jit(factory.forward(bucket, bucket.rows), donate_argnums=(1, 2)).lower(params, cache, state, packed)
     traced = time.perf_counter()
-    compiled = lowered.compile(compiler_options=compile_options(factory.mesh.devices.flat[0].platform))
+    platform = factory.mesh.devices.flat[0].platform
+    compiled = lowered.compile(compiler_options=compile_options(platform, many_tokens=bucket.prefill_tokens > 0))
     print(
         f"{bucket}: traced {traced - started:.1f} s, compiled {time.perf_counter() - traced:.1f} s beside the others",
         flush=True,

@@ -27,13 +27,24 @@ _UNUSED_SECONDS = 30 * 24 * 3600.0
 _SOURCE_FOLDERS = ("engine", "kernels", "models", "sharding")
 
 
-def compile_options(platform: str) -> dict[str, str | bool | int]:
-    """XLA's options for every program of the engine, beside what XLA_FLAGS says."""
+CompileOptions = dict[str, str | bool | int]
+
+
+def compile_options(platform: str, *, many_tokens: bool = False) -> CompileOptions:
+    """XLA's options for a program, beside what XLA_FLAGS says.
+
+    Args:
+        many_tokens: whether its products are of so many tokens that arithmetic decides their time.
+    """
     if platform != "gpu":
         return {}
     # The KV cache is updated in place, but the pass that trades memory for work counts a new cache for each kernel that
     # writes to it. It then computes what all layers share anew for each layer: some 150 kernels a step.
-    return {"xla_disable_hlo_passes": "rematerialization"}
+    options: CompileOptions = {"xla_disable_hlo_passes": "rematerialization"}
+    if many_tokens:
+        # cuBLAS's kernels win all of these anyway, and the others take most of a minute of all cores to compile and try.
+        options["xla_gpu_enable_triton_gemm"] = False
+    return options
 
 
 class ExecutableCache:
@@ -49,10 +60,10 @@ class ExecutableCache:
         device = devices[0]
         self._folder = folder
         self._devices = tuple(devices)
-        self._options = compile_options(device.platform)
+        self._platform = device.platform
         self._context = "\n".join(
             [
-                str(self._options),
+                str([compile_options(device.platform, many_tokens=many) for many in (False, True)]),
                 context,
                 jax.__version__,
                 jaxlib_version.__version__,
@@ -64,14 +75,18 @@ class ExecutableCache:
             ]
         )
 
-    def load_or_compile(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
-        """The compiled program called `name`: from disk, or traced and compiled now and kept."""
+    def load_or_compile(self, name: str, lower: Callable[[], jax.stages.Lowered], *, many_tokens: bool = False) -> Any:
+        """The compiled program called `name`: from disk, or traced and compiled now and kept.
+
+        Args:
+            many_tokens: as in `compile_options`; a change of it wants another name.
+        """
         path = self._path(name)
         if path is not None:
             loaded = _load(path, self._devices)
             if loaded is not None:
                 return loaded
-        compiled = lower().compile(compiler_options=self._options)
+        compiled = lower().compile(compiler_options=compile_options(self._platform, many_tokens=many_tokens))
         if path is not None:
             _store(path, compiled)
         return compiled

@@ -73,6 +73,7 @@ class ForwardCompiler:
             self.programs.load_or_compile(
                 f"forward {bucket} {num_logits}",
                 lambda: function.lower(self.params, self.cache, self.state, packed),
+                many_tokens=bucket.prefill_tokens > 0,
             )
         )
 

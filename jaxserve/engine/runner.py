@@ -140,6 +140,19 @@ class ModelRunner:
                 advance(1)
             self._set_slot, self._prompt_logprobs = set_slot.result(), prompt_logprobs.result()
         self._programs.remove_unused()
+        if not self._layerwise:
+            self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Runs every program once on an empty step: what a GPU sets up at a program's first run is no request's wait."""
+        nobody = ScheduledBatch(decode=(), prefill=())
+        for bucket, forward in self._forward.items():
+            packed = jax.device_put(pack(nobody, bucket, self._sizes), self._replicated)
+            result = forward(self._params, self._cache, self._state, packed)
+            self._cache, self._state = result.cache, result.state
+            for mode in self._buckets.sampling_modes:
+                self._run_sampling(mode, result.logits, result.slots)
+        jax.block_until_ready(self._state)
 
     def launch_forward(self, batch: ScheduledBatch) -> PendingLogits:
         """Starts a step's forward pass and returns at once."""
@@ -152,19 +165,23 @@ class ModelRunner:
     def launch_sample(self, logits: PendingLogits) -> PendingTokens:
         """Starts the sampling of a launched forward pass and the tokens' way to the host, and returns at once."""
         mode = self._mode_for(logits.batch)
-        compiled = self._sample[logits.logits.shape[0], mode]
-        logprobs: Logprobs | None = None
         if mode == "full":
             self._begin_processing(logits.batch)
-            self._state, self._processors, tokens, logprobs = compiled(
-                self._state, self._processors, logits.logits, logits.slots
-            )
-        else:
-            self._state, tokens = compiled(self._state, logits.logits, logits.slots)
+        tokens, logprobs = self._run_sampling(mode, logits.logits, logits.slots)
         prompt = self._launch_prompt_logprobs(logits)
         for array in jax.tree.leaves((tokens, logprobs, prompt)):
             array.copy_to_host_async()
         return PendingTokens(logits.batch, logits.bucket, tokens, logprobs, prompt)
+
+    def _run_sampling(
+        self, mode: SamplingMode, logits: jax.Array, slots: jax.Array
+    ) -> tuple[jax.Array, Logprobs | None]:
+        compiled = self._sample[logits.shape[0], mode]
+        if mode != "full":
+            self._state, tokens = compiled(self._state, logits, slots)
+            return tokens, None
+        self._state, self._processors, tokens, logprobs = compiled(self._state, self._processors, logits, slots)
+        return tokens, logprobs
 
     def is_ready(self, pending: PendingTokens) -> bool:
         """Whether the device is done with a step."""

@@ -25,14 +25,13 @@ def row_parallel(
     x: Float[Array, "tokens k"],
     w: Float[Array, "... n"] | QuantizedWeight,
     bias: Float[Array, " n"] | None,
-    residual: Float[Array, "tokens n"],
     collectives: Collectives,
 ) -> Float[Array, "tokens n"]:
-    """residual + x @ w + bias, where x and w are this device's part of k: the product is summed over devices.
+    """x @ w + bias, where x and w are this device's part of k: the product is summed over devices.
 
     w's input axes are taken as one.
     """
-    return residual + add_bias(collectives.all_reduce(_product(x, w)), bias)
+    return add_bias(collectives.all_reduce(_product(x, w)), bias)
 
 
 def swiglu(

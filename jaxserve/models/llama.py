@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.config import ModelConfig
+from jaxserve.kernels.add_rms_norm import add_rms_norm
 from jaxserve.kernels.decode_attention import decode_attention
 from jaxserve.kernels.prefill_attention import prefill_attention
 from jaxserve.kernels.rope_write_kv import rope_write_kv
@@ -22,6 +24,19 @@ from jaxserve.models.rope import RopeTables, inverse_frequencies, rope_tables
 from jaxserve.sharding.collectives import Collectives
 
 
+@struct.dataclass
+class Stream:
+    """The residual stream between two layers: its sum is kept in two parts, so that the add and the next norm are one.
+
+    Attributes:
+        residual: what all blocks but the last one left.
+        update: what the last block adds to it.
+    """
+
+    residual: Float[Array, "tokens hidden"]
+    update: Float[Array, "tokens hidden"]
+
+
 def forward(
     params: LlamaParams, cache: KVCache, batch: Batch, *, config: ModelConfig, collectives: Collectives
 ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
@@ -29,19 +44,20 @@ def forward(
 
     Runs inside `jax.shard_map`: `params` and `cache` are this device's shards, `batch` and the result are replicated.
     """
-    x = embed_tokens(params, batch, collectives=collectives)
+    stream = embed_tokens(params, batch, collectives=collectives)
     rope = rotary_tables(batch, config=config)
     # Traced and lowered once for all layers; XLA inlines the calls.
     one_layer = jax.jit(partial(decoder_layer, config=config, collectives=collectives))
     for index, layer in enumerate(params.layers):
-        x, cache = one_layer(layer, jnp.int32(index), x, cache, batch, rope)
-    return final_norm(params, x, config=config), cache
+        stream, cache = one_layer(layer, jnp.int32(index), stream, cache, batch, rope)
+    return final_norm(params, stream, config=config), cache
 
 
-def embed_tokens(params: LlamaParams, batch: Batch, *, collectives: Collectives) -> Float[Array, "tokens hidden"]:
+def embed_tokens(params: LlamaParams, batch: Batch, *, collectives: Collectives) -> Stream:
     """Embeddings of the batch's tokens. `params.layers` is not looked at."""
     with jax.named_scope("embed"):
-        return embed(params.embedding, batch.token_ids, collectives)
+        x = embed(params.embedding, batch.token_ids, collectives)
+        return Stream(residual=x, update=jnp.zeros_like(x))
 
 
 def rotary_tables(batch: Batch, *, config: ModelConfig) -> RopeTables:
@@ -53,26 +69,28 @@ def rotary_tables(batch: Batch, *, config: ModelConfig) -> RopeTables:
 def decoder_layer(
     layer: LayerParams,
     index: Int32[Array, ""],
-    x: Float[Array, "tokens hidden"],
+    stream: Stream,
     cache: KVCache,
     batch: Batch,
     rope: RopeTables,
     *,
     config: ModelConfig,
     collectives: Collectives,
-) -> tuple[Float[Array, "tokens hidden"], KVCache]:
+) -> tuple[Stream, KVCache]:
     """One layer: attention, then the MLP, each added to the residual."""
-    x, cache = _attention(layer, index, x, cache, batch, rope, config, collectives)
+    with jax.named_scope("attention_norm"):
+        x, normed = add_rms_norm(stream.residual, stream.update, layer.attention_norm, config.rms_norm_eps)
+    attended, cache = _attention(layer, index, normed, cache, batch, rope, config, collectives)
+    with jax.named_scope("mlp_norm"):
+        x, normed = add_rms_norm(x, attended, layer.mlp_norm, config.rms_norm_eps)
     with jax.named_scope("mlp"):
-        activated = swiglu(rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.w_gate_up, layer.b_gate_up)
-        return row_parallel(activated, layer.w_down, layer.b_down, x, collectives), cache
+        activated = swiglu(normed, layer.w_gate_up, layer.b_gate_up)
+        return Stream(residual=x, update=row_parallel(activated, layer.w_down, layer.b_down, collectives)), cache
 
 
-def final_norm(
-    params: LlamaParams, x: Float[Array, "tokens hidden"], *, config: ModelConfig
-) -> Float[Array, "tokens hidden"]:
+def final_norm(params: LlamaParams, stream: Stream, *, config: ModelConfig) -> Float[Array, "tokens hidden"]:
     with jax.named_scope("final_norm"):
-        return rms_norm(x, params.final_norm, config.rms_norm_eps)
+        return add_rms_norm(stream.residual, stream.update, params.final_norm, config.rms_norm_eps)[1]
 
 
 def logits(
@@ -90,17 +108,17 @@ def logits(
 def _attention(
     layer: LayerParams,
     index: Int32[Array, ""],
-    x: Float[Array, "tokens hidden"],
+    normed: Float[Array, "tokens hidden"],
     cache: KVCache,
     batch: Batch,
     rope: RopeTables,
     config: ModelConfig,
     collectives: Collectives,
 ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
-    tokens = x.shape[0]
+    """What attention adds to the residual stream, and the cache with the tokens' keys and values written."""
+    tokens = normed.shape[0]
     _, kv_heads, width, head_dim = layer.wqkv.shape  # this device's KV heads; width is query heads a KV head + 2
     with jax.named_scope("qkv"):
-        normed = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
         qkv = column_parallel(normed, layer.wqkv, None)
         qkv = qkv.reshape(tokens, kv_heads, width, head_dim)
         qkv = _norm_heads(add_bias(qkv, layer.bqkv), layer, config)
@@ -113,7 +131,7 @@ def _attention(
         attended = _paged_attention(q, cache, index, batch, config, kv_scales)
     with jax.named_scope("output"):
         flat = attended.reshape(tokens, -1)  # [tokens, kv_heads * group * head_dim]
-        return row_parallel(flat, layer.wo, layer.bo, x, collectives), cache
+        return row_parallel(flat, layer.wo, layer.bo, collectives), cache
 
 
 def _norm_heads(

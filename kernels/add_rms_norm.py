@@ -1,0 +1,53 @@
+"""The residual add and the root-mean-square norm after it: validation and the choice of implementation."""
+
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxserve.kernels.add_rms_norm_mosaic_gpu import add_rms_norm_mosaic_gpu, unsupported_reason
+from jaxserve.kernels.add_rms_norm_xla import add_rms_norm_xla
+from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
+
+Implementation = Literal["mosaic_gpu", "xla"]
+
+
+def add_rms_norm(
+    x: Float[Array, "rows size"],
+    update: Float[Array, "rows size"],
+    weight: Float[Array, " size"],
+    eps: float,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
+    """Computes t = x + update, rounded to x's dtype, and t / sqrt(mean(t²) + eps) * weight (arXiv:1910.07467).
+
+    Args:
+        x: the residual stream.
+        update: what is added to it, in x's dtype.
+        weight: the norm's factors, in any float dtype. The norm is computed in float32 and rounded once, of the sum
+            before or after its rounding.
+        implementation: None takes the Hopper kernel where it can run and else the plain XLA program; on a GPU the
+            latter is logged once as a warning. A name asks for that one.
+
+    Returns:
+        The sum and its norm, both in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+        NotImplementedError: implementation="mosaic_gpu" for a case that the kernel does not cover.
+    """
+    if x.ndim != 2 or update.shape != x.shape or update.dtype != x.dtype:
+        raise ValueError(f"x {x.dtype}{x.shape} and update {update.dtype}{update.shape} must be alike, [rows, size]")
+    if weight.shape != x.shape[1:]:
+        raise ValueError(f"{weight.shape=} must be [size={x.shape[1]}]")
+    if implementation not in (None, "mosaic_gpu", "xla"):
+        raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
+    reason = None if implementation == "xla" else missing_device() or unsupported_reason(x)
+    if implementation == "xla" or (implementation is None and reason is not None):
+        if reason is not None and jax.default_backend() == "gpu":
+            warn_of_fall_back("add_rms_norm", reason)
+        return add_rms_norm_xla(x, update, weight, eps)
+    if reason is not None:
+        raise NotImplementedError(f"the Hopper kernel of add_rms_norm can't run here: {reason}")
+    return add_rms_norm_mosaic_gpu(x, update, weight, eps=eps)

@@ -1,0 +1,15 @@
+"""The residual add and the norm after it in plain XLA: the reference, the CPU path and the fall-back."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def add_rms_norm_xla(
+    x: Float[Array, "rows size"], update: Float[Array, "rows size"], weight: Float[Array, " size"], eps: float
+) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
+    """Computes what `add_rms_norm` documents, from validated arguments."""
+    total = x + update
+    wide = total.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return total, (wide * scale * weight.astype(jnp.float32)[None]).astype(x.dtype)
