@@ -6,7 +6,6 @@ In decode all of it is latency, so everything is a plain load or store, and all 
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -14,48 +13,12 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.kernels.register_layout import LANES, WARPS, spread_layout
 from jaxserve.kernels.rope_write_kv_xla import to_cache_dtype
 
-WARPS, LANES = 4, 32  # of a warpgroup, which is one thread block here
 ELEMENTS_PER_THREAD = 24  # of q, k and v together; more would cost registers and leave processors without a block
-
-
-def _layout(shape: tuple[int, ...]) -> Any:
-    """How an array of any shape lies in a warpgroup's registers: a Pallas layout, whose type jax keeps private.
-
-    The last axis goes to vectors of up to four elements (16 bytes of float32), as long as no thread is left without
-    work, then to lanes, then to warps; what they do not need of it falls to the axes before. An array that is too small
-    for all lanes or warps is held several times over.
-    """
-    vector = 4
-    while vector > 1 and (shape[-1] % vector or math.prod(shape) < vector * WARPS * LANES):
-        vector //= 2
-    rest = [*shape[:-1], shape[-1] // vector]
-    splits = []
-    for free in (LANES, WARPS):
-        split = [1] * len(shape)
-        for axis in reversed(range(len(shape))):
-            split[axis] = math.gcd(rest[axis], free)
-            rest[axis] //= split[axis]
-            free //= split[axis]
-        splits.append((split, free))
-    (lanes, lane_copies), (warps, warp_copies) = splits
-    rank = len(shape)
-    vector_tile = (*[1] * (rank - 1), vector)
-    lane_tile = tuple(lane * element for lane, element in zip(lanes, vector_tile, strict=True))
-    warp_tile = tuple(warp * element for warp, element in zip(warps, lane_tile, strict=True))
-    # Tiled by these three, an array's last axes are `warps`, then `lanes`, then the vector's.
-    layout = mgpu.TiledLayout(
-        mgpu.fragmented_array.Tiling((warp_tile, lane_tile, vector_tile)),
-        (mgpu.fragmented_array.Replicated(warp_copies), *range(-3 * rank, -2 * rank)),
-        (mgpu.fragmented_array.Replicated(lane_copies), *range(-2 * rank, -rank)),
-        -1,
-        _check_canonical=False,
-    ).canonicalize()
-    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
 def _load(ref, layout) -> Array:
@@ -65,7 +28,7 @@ def _load(ref, layout) -> Array:
 def _load_halves(ref, cosines, sines, half: int):
     """Loads both halves of the heads in ref [..., head_dim] with their cosines and sines, spread to the heads' shape."""
     shape = (*ref.shape[:-1], half)
-    layout = _layout(shape)
+    layout = spread_layout(shape)
     head_axes = tuple(range(len(shape) - 1))
     first, second = [_load(ref.at[_half(len(shape), half, start)], layout) for start in (0, half)]
 
@@ -150,7 +113,7 @@ def rope_write_kv_mosaic_gpu(
         tables = cosines_ref.at[token], sines_ref.at[token], half
         q = _load_halves(qkv_ref.at[token, heads, pl.ds(0, group)], *tables)
         k = _load_halves(qkv_ref.at[token, heads, group], *tables)
-        v = _load(qkv_ref.at[token, heads, group + 1], _layout((heads_per_block, head_dim)))
+        v = _load(qkv_ref.at[token, heads, group + 1], spread_layout((heads_per_block, head_dim)))
         for start, turned in zip((0, half), _turn(*q), strict=True):
             q_ref.at[token, heads][_half(3, half, start)] = turned
 
