@@ -191,6 +191,9 @@ class _Connection(_Protocol):
         message = f"the {part} of the request did not come within {self.stalled_timeout:g} s"
         self._refuse(b"408 Request Timeout", RequestTimeoutError(message, code="request_timeout"))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """A client asks for web sockets or HTTP/2, and is answered as if it had not: no fault of the installation."""
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(b"400 Bad Request", BadRequestError(msg, code="invalid_http"))
 

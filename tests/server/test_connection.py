@@ -108,6 +108,17 @@ async def test_what_is_no_http_gets_an_error_object(caplog: pytest.LogCaptureFix
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+async def test_other_protocols_are_not_offered(caplog: pytest.LogCaptureFixture) -> None:
+    config = ServerConfig()
+    async with listening(create_app(fake_service(FakeEngine(say("x"))), config), config) as port:
+        for protocol in ("websocket", "h2c"):
+            headers = {"connection": "upgrade", "upgrade": protocol}
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers) as client:
+                assert (await client.get("/health")).status_code == 200
+                assert_error(await client.get("/v1/realtime"), 404)
+    assert not caplog.records
+
+
 IMPATIENT = ServerConfig(stalled_client_timeout=0.2, timeout_keep_alive=3600)
 
 
