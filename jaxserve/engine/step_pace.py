@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from jaxserve.engine.schedule import ScheduledBatch
 
 _MARGIN = 0.9  # of the time that the goal leaves: steps vary
 _OUTLIER = 3.0  # a step that takes this many times as long as usual counts as this long
+_LEARNING = 0.3  # of what a step took longer or less long than expected
+_FEW = 4  # steps of a kind before which one that took long may well be an exception
+_FORGETTING = (
+    0.998  # by which a size gets cheaper with each step that had another one, so that it is tried again some day
+)
+_CONTEXT_UNIT = 8192.0  # tokens of context at which what they cost and what the rest costs are learned equally fast
 
 
 class StepPace:
     """Learns what steps take, and chooses how many prompt tokens keep the next one within a goal.
 
     A step that only decodes is known by its number of rows, in powers of two; what a prefill adds to it by its padded size,
-    for all tokens of a size cost the same. Both are running means, so that they follow contexts as they grow.
+    since all tokens of a size cost the same, and by the context that they attend to, which makes each of them dearer. Both
+    are learned by normalised least mean squares.
 
     Args:
         prefill_sizes: padded numbers of prompt tokens that are compiled, ascending.
         goal: seconds that a step should take at most while somebody decodes; None: `factor` times a step that only decodes.
-        context_tokens: tokens of context at which a prompt token costs twice as much as without any, for it attends to all.
+        context_tokens: first guess of how much context makes a prompt token cost twice as much as without any.
 
     Whoever decodes alone is never slowed, and a prompt always goes on: by the smallest size where none keeps to the goal.
     """
@@ -36,23 +44,27 @@ class StepPace:
         self._sizes = tuple(prefill_sizes)
         self._goal = goal
         self._factor = factor
-        self._context_tokens = context_tokens
-        self._num_steps = 0
         self._decode: dict[int, _RunningMean] = {}  # by the bit length of the number of rows
-        self._added = {size: _RunningMean(0.2) for size in self._sizes}
+        self._added: dict[int, _SizeCost] = {}
+        self._context_share = (
+            _CONTEXT_UNIT / context_tokens
+        )  # of its cost that a prompt token costs more, for each unit
+        self._num_prefills = 0
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         """Takes in what a step took."""
-        self._num_steps += 1
         if not batch.prefill:
-            self._decode.setdefault(len(batch.decode).bit_length(), _RunningMean(0.05)).add(seconds, self._num_steps)
+            self._decode.setdefault(len(batch.decode).bit_length(), _RunningMean()).add(seconds)
             return
-        tokens = context = 0
+        decode = self.decode_seconds(len(batch.decode))
+        if decode is None:
+            return
+        tokens = pairs = 0
         for chunk in batch.prefill:
             tokens += len(chunk.token_ids)
-            context += len(chunk.token_ids) * chunk.start
-        added = max(0.0, seconds - (self.decode_seconds(len(batch.decode)) or 0.0))
-        self._added[self._size(tokens)].add(added / self._attention_factor(context / tokens), self._num_steps)
+            pairs += len(chunk.token_ids) * (chunk.start + len(chunk.token_ids) // 2)
+        self._num_prefills += 1
+        self._learn(self._size(tokens), pairs / tokens / _CONTEXT_UNIT, max(0.0, seconds - decode))
 
     def decode_seconds(self, rows: int) -> float | None:
         """What a step takes that only decodes this many rows; None: no such step was seen, nor one with other rows."""
@@ -63,7 +75,7 @@ class StepPace:
         return self._decode[nearest].value
 
     def prefill_budget(self, num_decode: int, context: int) -> int:
-        """Prompt tokens that the next step may compute.
+        """Prompt tokens that the next step may compute: none, if it must show first what only decoding takes.
 
         Args:
             num_decode: rows that decode in it.
@@ -71,75 +83,104 @@ class StepPace:
         """
         if not num_decode:
             return self._sizes[-1]
-        decode = self.decode_seconds(num_decode)
-        if decode is None and self._goal is None:
-            return self._sizes[-1]  # nothing to hold a goal against yet
-        decode = decode or 0.0
-        goal = self._factor * decode if self._goal is None else self._goal
-        room = (goal - decode) * _MARGIN / self._attention_factor(context)
+        seen = self._decode.get(num_decode.bit_length())
+        if seen is None:
+            return 0
+        decode = seen.value
+        room = ((self._factor * decode if self._goal is None else self._goal) - decode) * _MARGIN
         best = self._sizes[0]
-        for size, seconds in self._estimates():
-            if seconds > room:
+        for size, seconds in self._without_context():
+            if seconds * (1 + self._context_share * (context + size / 2) / _CONTEXT_UNIT) > room:
                 break
             best = size
         return best
 
-    def _estimates(self) -> Iterable[tuple[int, float]]:
-        """Each size from the smallest with what it adds to a step, as far as anything is known."""
-        smaller: list[tuple[int, float]] = []
-        newest = 0
-        for position, size in enumerate(self._sizes):
-            seen = self._added[size]
-            seconds = seen.value
-            if not smaller:
-                if seconds is None:
-                    above = next((other for other in self._sizes[position:] if self._added[other].latest), None)
-                    if above is None:
-                        return
-                    seconds = (self._added[above].value or 0.0) * size / above
-            elif seconds is None:
-                seconds = _extrapolated(smaller, size)
-            elif seen.latest < newest:  # smaller ones were seen since: this one may have been slow that once
-                seconds = min(seconds, _extrapolated(smaller, size))
-            newest = max(newest, seen.latest)
-            smaller.append((size, seconds))
-            yield size, seconds
+    def _learn(self, size: int, context: float, seconds: float) -> None:
+        """Takes in what a prefill added, with its mean context in units."""
+        cost = self._added.get(size)
+        factor = 1 + self._context_share * context
+        if cost is None or not cost.seconds:
+            self._added[size] = _SizeCost(seconds / factor, 1, self._num_prefills)
+            return
+        cost.count += 1
+        cost.latest = self._num_prefills
+        expected = cost.seconds * factor
+        if cost.count >= _FEW:
+            seconds = min(seconds, _OUTLIER * expected)
+        error = max(_LEARNING, 1 / cost.count) * (seconds / expected - 1) / (1 + context * context)
+        cost.seconds *= 1 + error
+        self._context_share = max(0.0, self._context_share + error * factor * context)
+
+    def _without_context(self) -> Iterable[tuple[int, float]]:
+        """Each size from the smallest with what it adds to a step by itself, as far as anything is known.
+
+        Beyond the largest size that was seen only the next one is guessed, for small ones tell little of it.
+        """
+        known = self._known_sizes()
+        least = 0.0
+        for size in self._sizes:
+            place = bisect_left(known, (size, -1.0))
+            if place < len(known):
+                above, seconds_above = known[place]
+                below, seconds_below = known[place - 1] if place else (0, 0.0)
+                seconds = seconds_below + (seconds_above - seconds_below) * (size - below) / (above - below)
+            elif known:
+                seconds = _extrapolated(known, size)
+            else:
+                return
+            least = max(least, seconds)  # more tokens never take less
+            yield size, least
+            if place == len(known):
+                return
+
+    def _known_sizes(self) -> list[tuple[int, float]]:
+        """Sizes that were seen, with what they add. What was seen long ago, or stands out, counts for less."""
+        known: list[tuple[int, float]] = []
+        for size in self._sizes:
+            cost = self._added.get(size)
+            if cost is not None:
+                seconds = cost.seconds
+                if known and cost.count < _FEW:
+                    seconds = min(seconds, _OUTLIER * _extrapolated(known, size))
+                known.append((size, seconds * _FORGETTING ** (self._num_prefills - cost.latest)))
+        return known
 
     def _size(self, tokens: int) -> int:
         return self._sizes[min(bisect_left(self._sizes, tokens), len(self._sizes) - 1)]
 
-    def _attention_factor(self, context: float) -> float:
-        return 1.0 + context / self._context_tokens
-
 
 def _extrapolated(smaller: list[tuple[int, float]], size: int) -> float:
-    """What a size adds, going by the two sizes before it; by one alone it is in proportion, which is rather too much."""
-    (last_size, last) = smaller[-1]
+    """What a size adds, going by the two before it; by one alone in proportion, which is rather too much."""
+    last_size, last = smaller[-1]
     if len(smaller) == 1:
         return last * size / last_size
     before_size, before = smaller[-2]
     return last + max(0.0, last - before) * (size - last_size) / (last_size - before_size)
 
 
-class _RunningMean:
-    """Mean of the latest values: of all of them at first, then each new one weighs `weight`.
+@dataclass
+class _SizeCost:
+    """What a size adds to a step, without context.
 
     Attributes:
-        latest: number of the latest value, counted over all means; 0: none came.
+        count: steps that had it.
+        latest: number of the last one, of all that had a prefill.
     """
 
-    def __init__(self, weight: float) -> None:
-        self._weight = weight
-        self._count = 0
-        self.value: float | None = None
-        self.latest = 0
+    seconds: float
+    count: int
+    latest: int
 
-    def add(self, value: float, number: int) -> None:
+
+class _RunningMean:
+    """Mean of all values at first, then each new one weighs a twentieth."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
         self._count += 1
-        self.latest = number
-        if self.value is None:
-            self.value = value
-            return
-        if self._count > 3:
+        if self._count >= _FEW:
             value = min(value, _OUTLIER * self.value)
-        self.value += max(self._weight, 1 / self._count) * (value - self.value)
+        self.value += max(0.05, 1 / self._count) * (value - self.value)

@@ -52,25 +52,48 @@ def test_long_contexts_leave_room_for_less() -> None:
     assert pace.prefill_budget(8, context=32768) == 128  # three times as dear
 
 
-def test_before_anything_is_known_there_is_no_bound_but_a_stated_one_is_approached_from_below() -> None:
-    assert StepPace(SIZES).prefill_budget(8, 0) == 512
+def test_a_step_that_only_decodes_comes_first() -> None:
+    pace = learned(10e-6)
+    assert pace.prefill_budget(16, 0) == 0  # rows of a number that was not seen
+    pace.observe(batch(16), 0.006)
+    assert pace.prefill_budget(16, 0) == 512
+
+
+def test_sizes_are_tried_from_below() -> None:
     pace = StepPace(SIZES, goal=0.01)
     pace.observe(batch(8), 0.005)
     budgets = []
     for _ in range(len(SIZES) + 1):
         budgets.append(pace.prefill_budget(8, 0))
         pace.observe(batch(8, budgets[-1]), 0.005 + 0.001 + 5e-6 * budgets[-1])  # a fixed part, as steps have
-    assert budgets[0] == 16
-    assert budgets == sorted(budgets)
+    assert budgets == [*SIZES, 512]
+
+
+def test_one_slow_step_does_not_rule_a_size_out_for_ever() -> None:
+    pace = StepPace(SIZES, goal=0.01)
+    pace.observe(batch(8), 0.005)
+    pace.observe(batch(8, 512), 3.0)  # while something else went on
+    budgets = []
+    while len(budgets) < 500 and 512 not in budgets:
+        budgets.append(pace.prefill_budget(8, 0))
+        pace.observe(batch(8, budgets[-1]), 0.005 + budgets[-1] * 5e-6)
+    assert len(budgets) > 10
     assert budgets[-1] == 512
 
 
-def test_one_slow_step_does_not_rule_a_size_out() -> None:
-    pace = StepPace(SIZES, goal=0.01)
+def test_what_context_costs_is_learned() -> None:
+    """At 10 us a token, and as much again for each 4,000 tokens before it: the chunks of one long prompt."""
+    pace = StepPace(SIZES, goal=0.0105)
     pace.observe(batch(8), 0.005)
-    pace.observe(batch(8, 512), 3.0)  # the first time, while something else went on
-    pace.observe(batch(8, 128), 0.005 + 128 * 5e-6)
-    assert pace.prefill_budget(8, 0) == 512
+    start, over = 0, 0
+    while start < 30_000:
+        budget = pace.prefill_budget(8, start)
+        seconds = 0.005 + budget * 10e-6 * (1 + (start + budget / 2) / 4000)
+        over += seconds > 0.0105
+        pace.observe(batch(8, budget, start), seconds)
+        start += budget
+    assert budget == 32  # 2.7 ms of 4.95
+    assert over <= 2
 
 
 def test_steps_are_followed_as_they_change() -> None:
