@@ -4,7 +4,7 @@ The work is cut into units of `block_kv` tokens of one (row, KV head) pair. Ever
 own memory warpgroup) takes an equal run of units whatever the rows' lengths are (stream-K, Osama et al.,
 arXiv:2301.03598), so that all finish together. A run falls into segments, one for each pair that it touches. A pair
 that lies within one run is finished there; of a pair that is shared, each worker leaves its normalised result with its
-log-sum-exp, and a second, small kernel joins them (flash-decoding,
+log-sum-exp, and the last of them to do so, or a second, small kernel, joins them (flash-decoding,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
 The memory warpgroup fetches queries and pages several blocks ahead, across segments, one TMA copy a page. The compute
@@ -14,7 +14,7 @@ warpgroup holds the query heads that share the KV head in the rows of one wgmma 
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,10 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.kernels.decode_attention_fetch import QUERY_SLOTS, fetch, query_rows
 from jaxserve.kernels.decode_attention_join import join_parts
 from jaxserve.kernels.decode_attention_plan import (
+    KV_LEN,
     LOWEST_SCORE,
-    ROW_COLUMNS,
     TABLE_CHUNK,
     TILE_M,
     Problem,
@@ -34,136 +35,10 @@ from jaxserve.kernels.decode_attention_plan import (
     choose_config,
     make_plan,
 )
+from jaxserve.kernels.decode_attention_segments import first_position, for_each_segment
+from jaxserve.kernels.decode_attention_shared_pairs import finish_shared_pair, store_part
 
-QUERY_SLOTS = 2  # segments whose queries are in shared memory
 LOG2_E = math.log2(math.e)
-
-
-class _Segment(NamedTuple):
-    """A run of blocks of one (row, KV head) pair; scalars on the device."""
-
-    row: Array
-    head: Array
-    first_block: Array
-    count: Array
-    kv_len: Array
-    starts_pair: Array
-    is_whole_pair: Array
-
-
-def _for_each_segment(problem: Problem, rows_ref, workers_ref, worker, body, carry):
-    """Calls `carry = body(segment, carry)` for each segment of the worker's run and returns the last carry."""
-    begin, end, *row_state = [workers_ref[worker, column] for column in range(3 + ROW_COLUMNS)]
-
-    def step(state):
-        unit, row_state, carry = state
-        row, first_unit, blocks, first_block, kv_len, next_row = row_state
-        # Read here, needed only when this segment is done.
-        following = jnp.minimum(next_row, problem.batch - 1)
-        following_state = [following, *[rows_ref[following, column] for column in range(ROW_COLUMNS)]]
-        local = unit - first_unit
-        head = lax.div(local, blocks)
-        first = local - head * blocks
-        count = jnp.minimum(blocks - first, end - unit)
-        segment = _Segment(row, head, first_block + first, count, kv_len, first == 0, count == blocks)
-        carry = body(segment, carry)
-        row_is_done = (head == problem.kv_heads - 1) & (first + count == blocks)
-        row_state = [jnp.where(row_is_done, new, old) for new, old in zip(following_state, row_state, strict=True)]
-        return unit + count, row_state, carry
-
-    return lax.while_loop(lambda state: state[0] < end, step, (begin, row_state, carry))[2]
-
-
-def _first_position(problem: Problem, kv_len):
-    return jnp.int32(0) if problem.window is None else jnp.maximum(kv_len - problem.window, 0)
-
-
-def _query_rows(problem: Problem, index, size: int):
-    """Rows of shared memory for the worker's index-th segment: the tile's padding may be the next segment's queries."""
-    return pl.ds(pl.multiple_of(lax.rem(index, QUERY_SLOTS) * problem.padded_group, 8), size)
-
-
-def _fetch(problem: Problem, worker, pair, inputs, smem, barriers):
-    """The memory warpgroup: queries and pages of all the worker's segments, as fast as the slots come free."""
-    config = problem.config
-    layer = inputs["layer"][0]
-
-    def load_table(source):
-        # In bounds by construction; to say so spares the copy a descriptor, and with it a fetch from memory.
-        in_bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-        plgpu.copy_gmem_to_smem(source, smem["table"].at[pair], barriers["table"].at[pair], oob_mode=in_bounds)
-
-    def table_chunk(segment, position):
-        first_page = lax.div(position, problem.page_size)
-        return inputs["table"].at[segment.row, pl.ds(first_page - lax.rem(first_page, TABLE_CHUNK), TABLE_CHUNK)]
-
-    def copy(segment, name, slot, j, position):
-        """Fetches the block's j-th copy, or counts it as fetched where the row has no live token in it."""
-        is_live = position < segment.kv_len
-        if problem.window is not None:
-            is_live &= position + problem.copy_tokens > _first_position(problem, segment.kv_len)
-
-        @pl.when(is_live)
-        def _():
-            page = smem["table"][pair, lax.rem(lax.div(position, problem.page_size), TABLE_CHUNK)]
-            tokens = pl.ds(
-                pl.multiple_of(lax.rem(position, problem.page_size), problem.copy_tokens), problem.copy_tokens
-            )
-            if problem.copy_tokens == problem.page_size:
-                tokens = slice(None)
-            plgpu.copy_gmem_to_smem(
-                inputs[name].at[layer, page, tokens, segment.head, :],
-                smem[name].at[slot, pl.ds(j * problem.copy_tokens, problem.copy_tokens)],
-                barriers[name].at[slot],
-            )
-
-        pl.when(jnp.logical_not(is_live))(functools.partial(plgpu.barrier_arrive, barriers[name].at[slot]))
-
-    def fetch_block(segment, i, step):
-        start = (segment.first_block + i) * config.block_kv
-
-        @pl.when((i > 0) & (lax.rem(start, TABLE_CHUNK * problem.page_size) == 0))
-        def _():
-            load_table(table_chunk(segment, start))
-            plgpu.barrier_wait(barriers["table"].at[pair])
-
-        slot = pair * config.stages + lax.rem(step, config.stages)
-        pl.when(step >= config.stages)(functools.partial(plgpu.barrier_wait, barriers["consumed"].at[slot]))
-        for name in ("k", "v"):
-            for j in range(problem.copies_per_block):
-                copy(segment, name, slot, j, start + j * problem.copy_tokens)
-        return step + 1
-
-    def fetch_segment(segment, carry):
-        step, index = carry
-
-        @pl.when(index > 0)
-        def _():
-            load_table(table_chunk(segment, segment.first_block * config.block_kv))
-
-        slot = pair * QUERY_SLOTS + lax.rem(index, QUERY_SLOTS)
-
-        @pl.when(index >= QUERY_SLOTS)
-        def _():
-            plgpu.barrier_wait(barriers["q_consumed"].at[slot])
-
-        # What lies past the group reads as zero.
-        plgpu.copy_gmem_to_smem(
-            inputs["q"].at[segment.row, segment.head, pl.ds(0, problem.padded_group)],
-            smem["q"].at[pair, _query_rows(problem, index, problem.padded_group)],
-            barriers["q"].at[slot],
-            oob_mode=plgpu.OOBFillMode.ZEROS,
-        )
-        plgpu.barrier_wait(barriers["table"].at[pair])
-        return lax.fori_loop(0, segment.count, functools.partial(fetch_block, segment), step), index + 1
-
-    load_table(inputs["first_pages"].at[worker])
-    start = jnp.int32(0), jnp.int32(0)
-    steps, segments = _for_each_segment(problem, inputs["rows"], inputs["workers"], worker, fetch_segment, start)
-    pl.when(segments == 0)(functools.partial(plgpu.barrier_wait, barriers["table"].at[pair]))
-    for slots, used, name in ((config.stages, steps, "consumed"), (QUERY_SLOTS, segments, "q_consumed")):
-        for slot in range(slots):
-            pl.when(slot < used)(functools.partial(plgpu.barrier_wait, barriers[name].at[pair * slots + slot]))
 
 
 def _attend_block(problem: Problem, segment, pair, queries, score_scale, smem, barriers, step, i, carry):
@@ -174,12 +49,12 @@ def _attend_block(problem: Problem, segment, pair, queries, score_scale, smem, b
     wide_layout = plgpu.Layout.WGMMA_UPCAST_2X
     slot = pair * config.stages + lax.rem(step + i, config.stages)
     start = (segment.first_block + i) * config.block_kv
-    first_position = _first_position(problem, segment.kv_len)
+    first_visible = first_position(problem, segment.kv_len)
 
     def visible(shape, axis, layout):
         positions = start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
         inside = positions < segment.kv_len
-        return inside if problem.window is None else inside & (positions >= first_position)
+        return inside if problem.window is None else inside & (positions >= first_visible)
 
     def multiply(left, right, columns):
         def body(acc_ref):
@@ -220,7 +95,7 @@ def _attend_block(problem: Problem, segment, pair, queries, score_scale, smem, b
         plgpu.commit_smem()
     else:
 
-        @pl.when((start + config.block_kv > segment.kv_len) | (start < first_position))
+        @pl.when((start + config.block_kv > segment.kv_len) | (start < first_visible))
         def _clear_invisible_values():
             block = plgpu.load(values, layout=layout)  # pyright: ignore[reportCallIssue]
             values[...] = jnp.where(visible(values_shape, 0, layout), block, jnp.zeros_like(block))
@@ -233,16 +108,18 @@ def _attend_block(problem: Problem, segment, pair, queries, score_scale, smem, b
 
 def _attend(problem: Problem, worker, pair, inputs, outputs, smem, barriers):
     """The compute warpgroup: each segment's softmax, and its result or partial result."""
-    out_ref, part_ref, lse_ref = outputs
+    config = problem.config
+    out_ref, *parts = outputs
     result_smem, part_smem = smem["staging"]
     row_layout = plgpu.Layout.WGMMA.reduce(1)
     k_scale, v_scale = [inputs["scales"][i] if problem.has_scales else 1.0 for i in range(2)]
     score_scale = k_scale * problem.scale
+    share = inputs["workers"][0, 1]  # read here, lest the last worker of a pair wait for it
 
     def attend_segment(segment, carry):
         step, index = carry
         q_slot = pair * QUERY_SLOTS + lax.rem(index, QUERY_SLOTS)
-        queries = smem["q"].at[pair, _query_rows(problem, index, TILE_M)]
+        queries = smem["q"].at[pair, query_rows(problem, index, TILE_M)]
         plgpu.barrier_wait(barriers["q"].at[q_slot])
         acc, maximum, total = lax.fori_loop(
             0,
@@ -256,7 +133,7 @@ def _attend(problem: Problem, worker, pair, inputs, outputs, smem, barriers):
         )
         plgpu.barrier_arrive(barriers["q_consumed"].at[q_slot])
         result = acc * lax.broadcast_in_dim(v_scale / total, acc.shape, [0])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's copies out of the staging memory
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's copy out of the staging memory
 
         @pl.when(segment.is_whole_pair)
         def _store_result():
@@ -266,25 +143,41 @@ def _attend(problem: Problem, worker, pair, inputs, outputs, smem, barriers):
             plgpu.copy_smem_to_gmem(result_smem.at[pair, rows], out_ref.at[segment.row, segment.head])
 
         @pl.when(jnp.logical_not(segment.is_whole_pair))
-        def _store_partial():
-            # The first segment of a run may continue a pair, the last one may start a pair: two places are enough.
-            part = worker * 2 + jnp.where(segment.starts_pair, 1, 0)
-            smem["lse"].at[pair][...] = maximum + jnp.log2(total)
-            half = problem.head_dim // 2
-            rows = pl.ds(0, problem.padded_group)
-            for column in (0, half):
-                part_smem.at[pair][...] = lax.slice(result, (0, column), (TILE_M, column + half))
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(part_smem.at[pair, rows], part_ref.at[part, :, pl.ds(column, half)])
-                if column == 0:
-                    plgpu.copy_smem_to_gmem(smem["lse"].at[pair], lse_ref.at[part])
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        def _store_part():
+            lse = maximum + jnp.log2(total)
+            store_part(problem, worker, segment, result, lse, part_smem.at[pair], parts)
+            if not config.separate_join:
+                arrival = smem["arrival"].at[pl.ds(pair, 1)]
+                finish_shared_pair(problem, worker, share, segment, inputs["counters"], parts, out_ref, arrival)
 
         return step + segment.count, index + 1
 
     start = jnp.int32(0), jnp.int32(0)
-    _for_each_segment(problem, inputs["rows"], inputs["workers"], worker, attend_segment, start)
+    for_each_segment(problem, inputs["rows"], inputs["workers"], worker, attend_segment, start)
+    if not config.separate_join:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        _clear_padding_rows(problem, worker, inputs["rows"], out_ref, result_smem.at[pair])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _clear_padding_rows(problem: Problem, worker, rows_ref, out_ref, result_smem):
+    """Zeroes every row that has no tokens; the workers take turns."""
+
+    def clear(i, carry):
+        row = worker + i * problem.config.workers
+
+        @pl.when(rows_ref[row, KV_LEN] == 0)
+        def _():
+            result_smem[...] = jnp.zeros((TILE_M, problem.head_dim), problem.out_dtype)
+            plgpu.commit_smem()
+            for head in range(problem.kv_heads):
+                plgpu.copy_smem_to_gmem(result_smem.at[pl.ds(0, problem.group)], out_ref.at[row, head])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        return carry
+
+    workers = problem.config.workers
+    lax.fori_loop(0, lax.div(problem.batch - worker + workers - 1, workers), clear, None)
 
 
 def _transforms(head_dim: int, dtype) -> tuple:
@@ -312,7 +205,7 @@ def _scratch(problem: Problem) -> tuple[dict, dict]:
             plgpu.SMEM((pairs, TILE_M, head_dim), problem.out_dtype),
             plgpu.SMEM((pairs, TILE_M, head_dim // 2), jnp.float32),
         ),
-        "lse": plgpu.SMEM((pairs, TILE_M), jnp.float32),
+        "arrival": plgpu.SMEM((pairs,), jnp.int32),
         "table": plgpu.SMEM((pairs, TABLE_CHUNK), jnp.int32),
     }
     if problem.is_float8:
@@ -331,7 +224,7 @@ def _scratch(problem: Problem) -> tuple[dict, dict]:
     return smem, barriers
 
 
-def _attention_kernel(problem: Problem, inputs: dict[str, Array]):
+def _attention_kernel(problem: Problem, inputs: dict[str, Any]):
     """Runs the main kernel: (out, partial results, their log-sum-exps)."""
     config = problem.config
     names = tuple(inputs)
@@ -356,7 +249,7 @@ def _attention_kernel(problem: Problem, inputs: dict[str, Array]):
         def _():
             if config.workers_per_sm > 1:
                 plgpu.set_max_registers(40, action="decrease")
-            _fetch(problem, worker, pair, inputs, smem, barriers)
+            fetch(problem, worker, pair, inputs, smem, barriers)
 
     smem, barriers = _scratch(problem)
     return plgpu.kernel(
@@ -428,15 +321,18 @@ def decode_attention_mosaic_gpu(
     if problem.group > 8:
         # The copy engine fills up fewer rows than a tile has, but not the last of several tiles.
         queries = jnp.pad(queries, ((0, 0), (0, 0), (0, problem.padded_group - problem.group), (0, 0)))
-    out, parts, lses = _attention_kernel(
-        problem,
-        {
-            "q": queries,
-            "k": k_pages,
-            "v": v_pages,
-            "layer": layer[None],
-            "scales": jnp.stack([jnp.float32(1) if s is None else s for s in (k_scale, v_scale)]),
-            **dataclasses.asdict(plan),
-        },
-    )
-    return join_parts(problem, plan, out, parts, lses).reshape(batch, q_heads, head_dim)
+    inputs = {
+        "q": queries,
+        "k": k_pages,
+        "v": v_pages,
+        "layer": layer[None],
+        "scales": jnp.stack([jnp.float32(1) if s is None else s for s in (k_scale, v_scale)]),
+        **dataclasses.asdict(plan),
+    }
+    if not config.separate_join:
+        # XLA zeroes the counters of all layers at once.
+        inputs["counters"] = jax.new_ref(jnp.zeros((config.workers,), jnp.int32))
+    out, parts, lses = _attention_kernel(problem, inputs)
+    if config.separate_join:
+        out = join_parts(problem, plan, out, parts, lses)
+    return out.reshape(batch, q_heads, head_dim)

@@ -21,12 +21,14 @@ class TuningConfig:
     stages: blocks of K and of V in flight for each worker.
     workers_per_sm: pairs of a memory and a compute warpgroup in one thread block.
     thread_blocks: thread blocks in the grid, one an SM.
+    separate_join: join the partial results of shared pairs in a second kernel, and not by the last worker of each.
     """
 
     block_kv: int = 64
     stages: int = 3
     workers_per_sm: int = 1
     thread_blocks: int = 132
+    separate_join: bool = False
 
     def __post_init__(self):
         if self.block_kv < 64 or self.block_kv % 64:

@@ -33,15 +33,25 @@ def test_matches_the_definition(case: Case):
     check(case, functools.partial(decode_attention, implementation="xla"))
 
 
+def check_interpreted(case: Case, config: TuningConfig) -> None:
+    interpret = plgpu.InterpretGPUParams()
+    check(case, functools.partial(decode_attention_mosaic_gpu, config=config, interpret=interpret))
+
+
 @needs_interpreter
 @pytest.mark.parametrize("case", INTERPRETED.values(), ids=INTERPRETED.keys())
 def test_hopper_kernel_matches_the_definition(case: Case):
-    interpreted = functools.partial(
-        decode_attention_mosaic_gpu,
-        config=TuningConfig(stages=2, thread_blocks=3),
-        interpret=plgpu.InterpretGPUParams(),
-    )
-    check(case, interpreted)
+    check_interpreted(case, TuningConfig(stages=2, thread_blocks=3))
+
+
+@needs_interpreter
+def test_hopper_kernel_may_leave_shared_pairs_to_a_second_kernel():
+    check_interpreted(Case(kv_lens=(300, 0, 70)), TuningConfig(stages=2, thread_blocks=3, separate_join=True))
+
+
+@needs_interpreter
+def test_hopper_kernel_joins_more_parts_than_it_reads_at_once():
+    check_interpreted(Case(kv_lens=(64 * 18,), kv_heads=1), TuningConfig(stages=2, thread_blocks=19))
 
 
 @needs_interpreter
@@ -50,7 +60,7 @@ def test_hopper_kernel_matches_the_definition(case: Case):
 def test_hopper_kernel_matches_the_definition_in_every_case(case: Case):
     if case.dtype == jnp.float32:
         pytest.skip("the Hopper kernel multiplies 16-bit types only")
-    test_hopper_kernel_matches_the_definition(case)
+    check_interpreted(case, TuningConfig(stages=2, thread_blocks=3))
 
 
 def test_one_program_serves_every_layer():
