@@ -32,6 +32,7 @@ class PagedModel:
         fill: what every page holds before anything is written.
         padding_token: id of the tokens that fill a batch up.
         by_layer: run one program for every layer in turn, not one for the whole pass.
+        cache_dtype: element type of the cache.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PagedModel:
         padding_token: int = 0,
         tensor_parallel_size: int = 1,
         by_layer: bool = False,
+        cache_dtype: Any = jnp.float32,
     ) -> None:
         mesh = make_mesh(jax.devices(), tensor_parallel_size)
         pages_per_seq = -(-capacity // page_size)
@@ -56,8 +58,8 @@ class PagedModel:
         self.pages, self.spare_pages = order[:pages_per_seq], order[pages_per_seq:]
         cache_specs = kv_cache_specs(config, self.num_pages, page_size)
         cache = KVCache(  # two arrays, since both are donated
-            k_pages=jnp.full(cache_specs.k_pages.shape, fill, jnp.float32),
-            v_pages=jnp.full(cache_specs.v_pages.shape, fill, jnp.float32),
+            k_pages=jnp.full(cache_specs.k_pages.shape, fill, cache_dtype),
+            v_pages=jnp.full(cache_specs.v_pages.shape, fill, cache_dtype),
         )
         self._params = jax.device_put(params, named_shardings(param_specs(config), mesh))
         self.cache = jax.device_put(cache, named_shardings(cache_specs, mesh))
