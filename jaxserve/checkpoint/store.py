@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve.checkpoint.cache import cached_model, fingerprint_of
 from jaxserve.checkpoint.convert import convert
@@ -23,6 +24,7 @@ from jaxserve.checkpoint.orbax_weights import element_type, restore_weights
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, param_specs
 from jaxserve.progress import Progress
+from jaxserve.sharding.placement import named_shardings
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,7 @@ class LoadedCheckpoint:
     name: str
 
 
-def load_checkpoint(
-    path: str | Path, dtype: str, progress: Progress, *, shardings: LlamaParams | None = None
-) -> LoadedCheckpoint:
+def load_checkpoint(path: str | Path, dtype: str, progress: Progress, *, mesh: Mesh | None = None) -> LoadedCheckpoint:
     """Load a model onto its devices.
 
     Args:
@@ -51,11 +51,11 @@ def load_checkpoint(
             cache.
         dtype: "float32", "bfloat16" or "float16", of the weights; "auto": float32 on CPU, bfloat16 elsewhere. Norms are
             float32 always.
-        shardings: a `LlamaParams` whose leaves are `jax.sharding.Sharding`s; None: everything on the first device.
+        mesh: the devices that share the model, each of which reads its own part; None: everything on the first device.
 
     Raises:
         CheckpointError: if there is no model, or it is damaged.
-        ValueError: if a sharding does not divide its array.
+        ValueError: if the model does not divide over the mesh.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"{dtype=} must be one of {', '.join(DTYPES)}")
@@ -63,10 +63,12 @@ def load_checkpoint(
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        dtype = "float32" if platform == "cpu" else "bfloat16"
     target = jnp.dtype(dtype)
-    specs = jax.tree.leaves(param_specs(manifest.model_config))
-    total = sum(spec.size * element_type(spec, target).itemsize for spec in specs)
+    specs = param_specs(manifest.model_config)
+    shardings = None if mesh is None else named_shardings(specs, mesh)
+    total = sum(spec.size * element_type(spec, target).itemsize for spec in jax.tree.leaves(specs))
     with progress.task("Loading weights", total, "B") as advance:
         params = restore_weights(folder / WEIGHTS_FOLDER, manifest.model_config, target, shardings, advance)
     return LoadedCheckpoint(manifest.model_config, params, folder / TOKENIZER_FOLDER, manifest.name)

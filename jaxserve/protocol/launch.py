@@ -6,7 +6,7 @@ from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.source import resolve_model
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import build_engine
+from jaxserve.engine.build import build_engine, make_engine_mesh
 from jaxserve.engine.request import RequestError
 from jaxserve.progress import Progress
 from jaxserve.protocol.errors import BadRequestError
@@ -36,7 +36,7 @@ def launch(
         ValueError: the pinned prompt cannot be served.
     """
     folder = resolve_model(model, progress)
-    checkpoint = load_checkpoint(folder, config.dtype, progress)
+    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=make_engine_mesh(config))
     tokenizer = load_tokenizer(checkpoint.tokenizer_dir)
     template = load_chat_template(tokenizer, model)
     engine = build_engine(checkpoint.model_config, checkpoint.params, config, progress)

@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from jaxserve.checkpoint.manifest import MANIFEST_FILE, WEIGHTS_FOLDER, read_manifest
+from jaxserve.checkpoint.orbax_weights import restore_weights
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.models.params import ParamSpec, param_specs
 from jaxserve.progress import NoProgress
@@ -46,13 +47,21 @@ def test_arrays_are_restored_into_their_shards(folder: Path) -> None:
     def sharding(spec: ParamSpec) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*("tp" if axis in cut else None for axis in spec.logical_axes)))
 
-    specs = param_specs(read_manifest(folder).model_config)
-    shardings = jax.tree.map(sharding, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
-    params = load_checkpoint(folder, "float32", NoProgress(), shardings=shardings).params
+    params = load_checkpoint(folder, "float32", NoProgress(), mesh=mesh).params
+    shardings = jax.tree.map(sharding, param_specs(read_manifest(folder).model_config))
     assert jax.tree.map(lambda array: array.sharding, params) == shardings
-    second = params.layers[0].wqkv.addressable_shards[1]
-    np.testing.assert_array_equal(np.asarray(second.data), np.asarray(exact.layers[0].wqkv)[:, 1:])
+    for name in ("wqkv", "w_gate_up"):
+        second = getattr(params.layers[0], name).addressable_shards[1]
+        whole = np.asarray(getattr(exact.layers[0], name))
+        np.testing.assert_array_equal(np.asarray(second.data), whole[second.index])
+        assert second.data.size == whole.size // 2
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), params, exact)
+
+
+def test_model_that_does_not_divide_over_the_mesh(folder: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()[:3]), ("tp",))
+    with pytest.raises(ValueError, match="tensor_parallel_size=3"):
+        load_checkpoint(folder, "float32", NoProgress(), mesh=mesh)
 
 
 def test_huggingface_folder_is_converted_into_the_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,11 +120,11 @@ def test_missing_file_is_named(folder: Path, tmp_path: Path) -> None:
 
 def test_sharding_that_does_not_divide_is_the_callers_mistake(folder: Path) -> None:
     mesh = Mesh(np.array(jax.devices()[:8]), ("tp",))
-    specs = param_specs(read_manifest(folder).model_config)
+    config = read_manifest(folder).model_config
     everywhere = NamedSharding(mesh, PartitionSpec("tp"))
-    shardings = jax.tree.map(lambda _: everywhere, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    shardings = jax.tree.map(lambda _: everywhere, param_specs(config))
     with pytest.raises(ValueError, match="evenly divide"):
-        load_checkpoint(folder, "float32", NoProgress(), shardings=shardings)
+        restore_weights(folder / WEIGHTS_FOLDER, config, jnp.dtype(jnp.float32), shardings)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,10 @@ from jaxserve.checkpoint.manifest import read_manifest
 from jaxserve.checkpoint.quantize import QuantizationStep, quantization_step
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import QuantizationConfig
-from jaxserve.models.params import param_specs
 from jaxserve.models.quantization import dequantize
 from jaxserve.models.quantize_params import quantize_params
 from jaxserve.progress import NoProgress
 from jaxserve.sharding.mesh import make_mesh
-from jaxserve.sharding.placement import named_shardings
 from tests.tiny_engine import MODEL_CONFIG
 from tests.tiny_model import write_tiny_llama
 
@@ -59,10 +57,9 @@ def test_the_same_weights_as_when_they_are_quantized_after_loading(name: str, qu
 
 @pytest.mark.parametrize("name", NAMES)
 def test_restored_into_the_shards_of_a_mesh(name: str, quantized: dict[str, Path]) -> None:
-    config = read_manifest(quantized[name]).model_config
-    shardings = named_shardings(param_specs(config), make_mesh(jax.devices(), 2))
+    mesh = make_mesh(jax.devices(), 2)
     whole = load_checkpoint(quantized[name], "bfloat16", NoProgress()).params
-    cut = load_checkpoint(quantized[name], "bfloat16", NoProgress(), shardings=shardings).params
+    cut = load_checkpoint(quantized[name], "bfloat16", NoProgress(), mesh=mesh).params
     for weight in ("wqkv", "wo", "w_gate_up", "w_down"):
         one, other = getattr(whole.layers[1], weight), getattr(cut.layers[1], weight)
         np.testing.assert_array_equal(dequantize(one), dequantize(other))
