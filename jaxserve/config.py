@@ -184,6 +184,7 @@ class EngineConfig:
         quantization: what the weights of a checkpoint that is not quantized are made into as it is loaded ("int4": in groups
             of 128); None: they stay as they are.
         kv_cache_dtype: element type of the KV cache; "auto": the weights' `dtype`; "fp8" and "fp8_e4m3": float8_e4m3fn.
+        static_batching: each batch is held until all of it is done, before others are let in; for comparison only.
     """
 
     max_model_len: int | None = None
@@ -204,6 +205,7 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDType = "auto"
+    static_batching: bool = False
 
     def __post_init__(self) -> None:
         for name in (

@@ -239,6 +239,7 @@ def plan_limits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, cac
         max_model_len=min(wanted, room),
         page_size=config.page_size,
         num_pages=num_pages,
+        static_batching=config.static_batching,
     )
 
 

@@ -27,6 +27,7 @@ class SchedulerLimits:
         max_num_batched_tokens: tokens a step at most; not below max_num_seqs.
         max_prefill_rows: prefill chunks a step at most.
         max_model_len: tokens a sequence at most.
+        static_batching: nobody is admitted while anybody of the batch before still runs; for comparison only.
     """
 
     max_num_seqs: int
@@ -35,6 +36,7 @@ class SchedulerLimits:
     max_model_len: int
     page_size: int
     num_pages: int
+    static_batching: bool = False
 
     @property
     def longest_sequence(self) -> int:
@@ -96,6 +98,7 @@ class Scheduler:
         self._pace = pace
         self._clock = clock
         self._refused: tuple[Sequence, int] | None = None  # the first in line, and free pages too few for it
+        self._batch_places = 0  # who may still join the batch that runs, under static batching
 
     @property
     def has_work(self) -> bool:
@@ -307,6 +310,11 @@ class Scheduler:
         sequence = self.waiting.first
         if sequence.num_in_flight or not self._free_slots:
             return None
+        if self.limits.static_batching:
+            if not self.running:
+                self._batch_places = min(len(self.waiting), self.limits.max_num_seqs)  # the next batch
+            if not self._batch_places:
+                return None
         if self.running and self._refused is not None:
             # While those who run only grow there is no need to look again, at every step, for pages it could share.
             refused, num_free = self._refused
@@ -329,6 +337,7 @@ class Scheduler:
             self.num_prompt_tokens += sequence.num_prompt_tokens
             sequence.scheduled_time = self._clock()
         insort(self.running, sequence, key=turn_of)
+        self._batch_places -= 1
 
     def _allocate_or_preempt(self, sequence: Sequence) -> list[int] | None:
         """A page for a sequence, if need be of those whose turn comes after its own, last first.
