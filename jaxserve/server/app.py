@@ -143,13 +143,13 @@ class _Routes:
 
     async def tokenize(self, request: Request) -> Response:
         service = self._slot.loaded()
-        _, parsed = await parse_body(await read_body(request, self._config.max_body_bytes), parse_tokenize_request)
+        _, parsed = await parse_body(await self._read(request), parse_tokenize_request)
         result = await until_disconnected(request.receive, service.tokenize(parsed))
         return Response(result.to_json(), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         service = self._slot.loaded()
-        _, parsed = await parse_body(await read_body(request, self._config.max_body_bytes), parse_detokenize_request)
+        _, parsed = await parse_body(await self._read(request), parse_detokenize_request)
         result = await until_disconnected(request.receive, service.detokenize(parsed))
         return Response(result.to_json(), media_type="application/json")
 
@@ -180,6 +180,9 @@ class _Routes:
     async def openapi(self, request: Request) -> Response:
         return json_response(openapi_document(self._config, version()))
 
+    async def _read(self, request: Request) -> bytes:
+        return await self._slot.before_draining(read_body(request, self._config.max_body_bytes))
+
     async def _answer(
         self,
         request: Request,
@@ -188,7 +191,7 @@ class _Routes:
         whole: Callable[[RequestT, RequestObserver], Coroutine[Any, Any, ResponseModel]],
         streamed: Callable[[RequestT, RequestObserver], Coroutine[Any, Any, ChunkStream[Any]]],
     ) -> Response:
-        raw = await read_body(request, self._config.max_body_bytes)
+        raw = await self._read(request)
         span: RequestSpan | None = request.scope["state"].get("span")
         observer = ObservedRequest(self._metrics, span)
         body, parsed = await parse_body(raw, parse)

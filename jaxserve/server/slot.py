@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import asyncio
+from collections.abc import Awaitable
+from typing import Literal, TypeVar
 
 from jaxserve.protocol.errors import UnavailableError
 from jaxserve.protocol.service import OpenAIService
 
+ResultT = TypeVar("ResultT")
 Phase = Literal["loading", "ready", "draining", "failed", "restarting"]
 
 _REASONS: dict[Phase, str] = {
@@ -24,6 +27,7 @@ class ServiceSlot:
         self._service = service
         self._draining = False
         self._restarting = False
+        self._limits: set[asyncio.Timeout] = set()  # of what ends when draining starts
 
     @property
     def service(self) -> OpenAIService | None:
@@ -53,8 +57,26 @@ class ServiceSlot:
     def start_draining(self) -> None:
         """No new work from now on; what runs goes on."""
         self._draining = True
+        for limit in self._limits:
+            limit.reschedule(0.0)
         if self._service is not None:
             self._service.engine.start_draining()
+
+    async def before_draining(self, work: Awaitable[ResultT]) -> ResultT:
+        """What `work` gives, unless the server begins to shut down first: what has not come whole by then is new work.
+
+        Raises:
+            UnavailableError: it did.
+        """
+        limit = asyncio.timeout(0.0 if self._draining else None)
+        self._limits.add(limit)
+        try:
+            async with limit:
+                return await work
+        except TimeoutError:
+            raise self._unavailable() from None
+        finally:
+            self._limits.discard(limit)
 
     def loaded(self) -> OpenAIService:
         """The service, whether or not it takes new work.

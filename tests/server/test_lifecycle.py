@@ -69,6 +69,22 @@ def test_sigterm_lets_running_answers_end(tmp_path: Path) -> None:
     assert json.loads(whole.text)["usage"]["completion_tokens"] == 50
 
 
+def test_sigterm_refuses_a_request_that_has_not_come_whole(tmp_path: Path) -> None:
+    with fake_server(tmp_path, shutdown_timeout=3600) as server:
+        url = httpx.URL(server.wait_ready())
+        with socket.create_connection((url.host, url.port or 0)) as client:
+            client.settimeout(10)
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nexpect: 100-continue\r\n"
+                b"content-length: 100\r\n\r\n"
+            )
+            assert client.recv(1000).startswith(b"HTTP/1.1 100 ")  # it waits for the body now
+            client.sendall(b'{"prompt"')
+            server.process.send_signal(signal.SIGTERM)
+            assert client.recv(1000).startswith(b"HTTP/1.1 503 ")
+            assert server.exit_code() == 0
+
+
 def test_answers_past_the_shutdown_timeout_end_with_an_error(tmp_path: Path) -> None:
     with fake_server(tmp_path, shutdown_timeout=0.3) as server:
         url = server.wait_ready()
