@@ -1,4 +1,4 @@
-"""Converts a Hugging Face folder or a GGUF file into a folder that jaxserve loads: `convert_checkpoint.py SRC DST`."""
+"""Converts a model into a folder that jaxserve loads, as `jaxserve convert` does: `convert_checkpoint.py SRC DST`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # usable without installing the package
 
+import jax
+
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.open_model import DTYPES
@@ -20,11 +22,13 @@ from jaxserve.progress import NoProgress
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("source", type=Path, help="a Hugging Face folder or a GGUF file")
+    parser.add_argument("source", type=Path, help="a Hugging Face or Meta folder, or a GGUF file")
     parser.add_argument("destination", type=Path, help="the folder to make")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="auto", help="of the weights; auto: the source's")
     parser.add_argument("--quantization", choices=get_args(Quantization), help="what the layers' weights are made into")
+    parser.add_argument("--resume", action="store_true", help="go on with what an earlier run left")
     arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         convert(
@@ -32,6 +36,7 @@ def main() -> int:
             arguments.destination,
             dtype=arguments.dtype,
             step=quantization_step(arguments.quantization),
+            resume=arguments.resume,
             progress=NoProgress(),
         )
     except CheckpointError as error:
