@@ -1,28 +1,46 @@
 """Time paged decode attention on a GPU: microseconds a call and bandwidth over the KV bytes that it must read.
 
     python scripts/bench_decode_attention.py --shapes 1x8192,32x1024 --page-size 16 --cache-dtype bfloat16
+    python scripts/bench_decode_attention.py --variants default,separate_join --variant-shapes 64x400
 
 A program makes many calls that go round the layers of a cache, so that the L2 cache serves none of them. The time is the
 device's, from the profiler: from the start of the first attention kernel to the end of the last, gaps included, over the
 number of calls. The host's part (launching, updating launch graphs) is not in it; a decode loop hides that by launching
-ahead.
+ahead. A variant is a configuration of the Hopper kernel; "xla" is the plain XLA program.
 """
 
 import argparse
+import functools
+import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxserve.kernels.decode_attention import decode_attention
+from jaxserve.kernels.decode_attention_mosaic_gpu import decode_attention_mosaic_gpu
+from jaxserve.kernels.decode_attention_plan import TuningConfig, choose_config
 
 SHAPES = "1x1024,1x8192,8x330,8x1024,8x8192,16x8192,32x330,32x1024,64x330,64x1024,64x4096"
+VARIANT_SHAPES = "1x400,8x400,16x400,64x400"
 CALLS = 16
 REPETITIONS = 5
 CACHE_BYTES = 400_000_000  # several times an H100's L2
+
+# What is changed of the configuration that the kernel chooses.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "separate_join": {"separate_join": True},
+    "two_stages": {"stages": 2},
+    "four_stages": {"stages": 4},
+    "block_128": {"block_kv": 128, "stages": 2},
+    "two_workers": {"workers_per_sm": 2, "stages": 2},
+}
 
 
 class Arrays(NamedTuple):
@@ -33,42 +51,61 @@ class Arrays(NamedTuple):
     kv_lens: jax.Array
 
 
-def make_arrays(batch: int, length: int, arguments: argparse.Namespace) -> Arrays:
+class Task(NamedTuple):
+    """One shape with one variant."""
+
+    batch: int
+    length: int
+    variant: str
+
+
+def make_arrays(task: Task, arguments: argparse.Namespace) -> Arrays:
     page_size, kv_heads, head_dim = arguments.page_size, arguments.kv_heads, arguments.head_dim
     dtype = jnp.dtype(arguments.cache_dtype)
-    pages_per_row = -(-length // page_size)
-    pages = batch * pages_per_row
+    pages_per_row = -(-task.length // page_size)
+    pages = task.batch * pages_per_row
     layer_bytes = 2 * pages * page_size * kv_heads * head_dim * dtype.itemsize
     layers = max(2, min(CALLS, -(-CACHE_BYTES // layer_bytes)))
     shape = (layers, pages, page_size, kv_heads, head_dim)
-    make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16).astype(dtype))
-    table = np.random.default_rng(0).permutation(pages).astype(np.int32).reshape(batch, pages_per_row)
-    q_shape = (CALLS, batch, arguments.q_heads, head_dim)
+    q_shape = (CALLS, task.batch, arguments.q_heads, head_dim)
     return Arrays(
         q=jax.random.normal(jax.random.key(0), q_shape, jnp.bfloat16),
-        k_pages=make(jax.random.key(1)),
-        v_pages=make(jax.random.key(2)),
-        page_table=jnp.asarray(table),
-        kv_lens=jnp.full((batch,), length, jnp.int32),
+        k_pages=jax.random.normal(jax.random.key(1), shape, jnp.bfloat16).astype(dtype),
+        v_pages=jax.random.normal(jax.random.key(2), shape, jnp.bfloat16).astype(dtype),
+        page_table=jax.random.permutation(jax.random.key(3), pages).astype(jnp.int32).reshape(-1, pages_per_row),
+        kv_lens=jnp.full((task.batch,), task.length, jnp.int32),
     )
 
 
-def time_call(arrays: Arrays, implementation: Any) -> float:
-    """Seconds of device time a call, the best of several runs of one program."""
-    layers = arrays.k_pages.shape[0]
-    scale = arrays.q.shape[-1] ** -0.5
+def choose_attention(variant: str, arguments: argparse.Namespace) -> Callable[..., jax.Array]:
+    if variant == "xla":
+        return functools.partial(decode_attention, implementation="xla")
+    itemsize = jnp.dtype(arguments.cache_dtype).itemsize
+    config: TuningConfig = choose_config(arguments.head_dim, arguments.q_heads // arguments.kv_heads, itemsize)
+    return functools.partial(decode_attention_mosaic_gpu, config=replace(config, **VARIANTS[variant]))
+
+
+def compile_program(task: Task, arguments: argparse.Namespace) -> Any:
+    """A program of CALLS calls, compiled."""
+    shapes = jax.eval_shape(lambda: make_arrays(task, arguments))
+    layers, scale = shapes.k_pages.shape[0], arguments.head_dim**-0.5
+    attend = choose_attention(task.variant, arguments)
 
     def run(queries: list[jax.Array], arrays: Arrays) -> list[jax.Array]:
         return [
-            decode_attention(
-                q, arrays.k_pages, arrays.v_pages, i % layers, arrays.page_table, arrays.kv_lens,
-                scale=scale, implementation=implementation,
+            attend(
+                q, arrays.k_pages, arrays.v_pages, jnp.int32(i % layers), arrays.page_table, arrays.kv_lens, scale=scale
             )
             for i, q in enumerate(queries)
-        ]  # fmt: skip
+        ]
 
+    queries = [jax.ShapeDtypeStruct(shapes.q.shape[1:], shapes.q.dtype)] * CALLS
+    return jax.jit(run).lower(queries, shapes).compile()
+
+
+def time_call(program: Any, arrays: Arrays) -> float:
+    """Seconds of device time a call, the best of several runs of the program."""
     queries = list(arrays.q)
-    program = jax.jit(run).lower(queries, arrays).compile()
     for _ in range(2):
         jax.block_until_ready(program(queries, arrays))
     return min(device_seconds(lambda: program(queries, arrays)) for _ in range(REPETITIONS)) / CALLS
@@ -95,24 +132,60 @@ def device_seconds(call: Any) -> float:
     return (max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)) * 1e-9
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=SHAPES, help="comma-separated BATCHxLENGTH")
+    parser.add_argument(
+        "--shapes", default=SHAPES, help="comma-separated BATCHxLENGTH, timed with the first two variants"
+    )
+    parser.add_argument("--variant-shapes", default=VARIANT_SHAPES, help="BATCHxLENGTH, timed with all variants")
+    parser.add_argument(
+        "--variants", default=",".join(VARIANTS), help=f"comma-separated, of {', '.join(VARIANTS)}, xla"
+    )
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--q-heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--cache-dtype", default="bfloat16", help="bfloat16 or float8_e4m3fn")
-    parser.add_argument("--implementation", choices=["mosaic_gpu", "xla"], help="the best one when not given")
-    arguments = parser.parse_args()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {vars(arguments)}")
-    print(f"{'batch x length':>16} {'us a call':>10} {'GB/s of KV':>11}")
-    for shape in arguments.shapes.split(","):
-        batch, length = map(int, shape.split("x"))
-        arrays = make_arrays(batch, length, arguments)
-        seconds = time_call(arrays, arguments.implementation)
-        kv_bytes = 2 * batch * length * arguments.kv_heads * arguments.head_dim * arrays.k_pages.dtype.itemsize
-        print(f"{shape:>16} {seconds * 1e6:>10.1f} {kv_bytes / seconds / 1e9:>11.0f}", flush=True)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    variants = arguments.variants.split(",")
+    groups = ((arguments.shapes, variants[:2]), (arguments.variant_shapes, variants))
+    tasks = [
+        Task(int(shape.split("x")[0]), int(shape.split("x")[1]), variant)
+        for shapes, chosen in groups
+        for shape in filter(None, shapes.split(","))
+        for variant in chosen
+    ]
+    seconds: dict[Task, float] = {}
+    with ThreadPoolExecutor() as pool:
+        programs = {task: pool.submit(compile_program, task, arguments) for task in tasks}
+        for task in tasks:
+            arrays = jax.jit(lambda task=task: make_arrays(task, arguments))()
+            try:
+                seconds[task] = time_call(programs[task].result(), arrays)
+            except Exception as error:  # a variant that does not fit must not cost the others' results
+                print(f"{task}: {error}", file=sys.stderr)
+            print(".", end="", file=sys.stderr, flush=True)
+    print_table(tasks, variants, seconds, arguments)
+    sys.exit(len(seconds) < len(tasks))
+
+
+def print_table(
+    tasks: list[Task], variants: list[str], seconds: dict[Task, float], arguments: argparse.Namespace
+) -> None:
+    print(f"\n{jax.devices()[0].device_kind}, jax {jax.__version__}, {vars(arguments)}")
+    print("us a call, GB/s of KV")
+    print(f"{'batch x length':>14}" + "".join(f"{variant:>16}" for variant in variants))
+    for batch, length in dict.fromkeys((task.batch, task.length) for task in tasks):
+        width = 2 * arguments.kv_heads * arguments.head_dim * jnp.dtype(arguments.cache_dtype).itemsize
+        line = f"{f'{batch}x{length}':>14}"
+        for variant in variants:
+            time = seconds.get(Task(batch, length, variant))
+            line += " " * 16 if time is None else f"{time * 1e6:>10.1f} {batch * length * width / time / 1e9:>5.0f}"
+        print(line)
 
 
 if __name__ == "__main__":
