@@ -153,12 +153,21 @@ def _operation(operation: Operation, *, with_keys: bool) -> dict[str, Any]:
     return described
 
 
+# Before version 3.2, the schema of an event stream is that of each event. Its data is JSON, but for a last `[DONE]`.
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+    "additionalProperties": False,
+}
+
+
 def _responses(operation: Operation, *, with_keys: bool) -> dict[str, Any]:
     response = operation.response
     schema = {"$ref": f"#/components/schemas/{response.__name__}"} if isinstance(response, type) else response
     content: dict[str, Any] = {operation.media_type: {"schema": schema}}
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     request_id = {"x-request-id": {"schema": {"type": "string"}, "required": True}}
     responses: dict[str, Any] = {"200": {"description": "Done.", "content": content, "headers": request_id}}
     for status in operation.errors:

@@ -31,7 +31,7 @@ from jaxserve.server.app import create_app
 from jaxserve.server.openapi import openapi_document
 from jaxserve.server.slot import ServiceSlot
 from tests.fakes import FakeEngine, say
-from tests.server.harness import client_of
+from tests.server.harness import USER, client_of
 from tests.server.processes import server_process
 
 CHECKS = [
@@ -76,6 +76,20 @@ def call_every_operation(api: schemathesis.BaseSchema, max_examples: int) -> Non
 
 def test_no_response_breaks_the_description(api: schemathesis.BaseSchema) -> None:
     call_every_operation(api, max_examples=25)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [USER], "stream": True}),
+        ("/v1/completions", {"prompt": "x", "stream": True}),
+        ("/v1/responses", {"input": "x", "stream": True}),
+    ],
+)
+def test_streams_are_as_described(api: schemathesis.BaseSchema, path: str, body: dict[str, Any]) -> None:
+    case = api[path]["POST"].Case(body=body, media_type="application/json")
+    response = case.call_and_validate(checks=CHECKS, timeout=30)
+    assert response.headers["content-type"] == ["text/event-stream; charset=utf-8"]
 
 
 @pytest.mark.long
