@@ -157,7 +157,8 @@ def _attend(problem: Problem, worker, pair, inputs, outputs, smem, barriers):
     if not config.separate_join:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         _clear_padding_rows(problem, worker, inputs["rows"], out_ref, result_smem.at[pair])
-    plgpu.wait_smem_to_gmem(0)
+    # What is written is complete at the kernel's end; until it is read, its shared memory must live.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _clear_padding_rows(problem: Problem, worker, rows_ref, out_ref, result_smem):
