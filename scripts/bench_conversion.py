@@ -34,7 +34,7 @@ from jaxserve.checkpoint.assemble import expected_shapes
 from jaxserve.checkpoint.families import LLAMA
 from jaxserve.checkpoint.hf_config_write import hf_config_from_model
 from jaxserve.checkpoint.manifest import WEIGHTS_FOLDER, read_manifest
-from jaxserve.checkpoint.orbax_weights import read_piece, restore_weights
+from jaxserve.checkpoint.orbax_weights import PIECES_AT_ONCE, read_piece, restore_weights
 from jaxserve.checkpoint.safetensors_source import SafetensorsSource
 from jaxserve.checkpoint.tensor_names import HUGGING_FACE
 from jaxserve.config import ModelConfig
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where to work; the checkpoints made there are removed at the end")
     parser.add_argument("--model", default="llama-3-8b", help="a preset of jaxserve bench, or 'small'")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--pieces-at-once", type=int, default=PIECES_AT_ONCE, help="that a restore reads at a time")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     parser.add_argument("--json", type=Path, help="write the numbers there as well")
     arguments = parser.parse_args()
@@ -65,7 +66,7 @@ def main() -> None:
     try:
         result |= make_source(source, config)
         result |= run_conversion(source, converted)
-        result |= run_restore(converted, arguments.tensor_parallel_size)
+        result |= run_restore(converted, arguments.tensor_parallel_size, arguments.pieces_at_once)
         result |= check(source, converted, config)
     finally:
         if not arguments.keep:
@@ -122,7 +123,7 @@ def run_conversion(source: Path, destination: Path) -> dict[str, Any]:
     }
 
 
-def run_restore(folder: Path, tensor_parallel_size: int) -> dict[str, Any]:
+def run_restore(folder: Path, tensor_parallel_size: int, pieces_at_once: int) -> dict[str, Any]:
     """The rate of the disk alone, and of restoring onto the devices."""
     config = read_manifest(folder).model_config
     mesh = make_mesh(jax.devices(), tensor_parallel_size)
@@ -133,7 +134,9 @@ def run_restore(folder: Path, tensor_parallel_size: int) -> dict[str, Any]:
 
     def restore() -> float:
         started = time.perf_counter()
-        params = restore_weights(weights, config, np.dtype(ml_dtypes.bfloat16), shardings)
+        params = restore_weights(
+            weights, config, np.dtype(ml_dtypes.bfloat16), shardings, pieces_at_once=pieces_at_once
+        )
         jax.block_until_ready(params)
         seconds = time.perf_counter() - started
         for leaf in jax.tree.leaves(params):

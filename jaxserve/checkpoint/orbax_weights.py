@@ -21,7 +21,7 @@ from jaxserve.checkpoint.tokenizer_files import error_line
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, ParamSpec, param_specs
 
-_PIECES_AT_ONCE = 4  # that are read while others are copied to the devices
+PIECES_AT_ONCE = 4  # that are read while others are copied to the devices; each takes memory of the host meanwhile
 
 Specs = Mapping[str, ParamSpec]  # of a piece's arrays, by name
 
@@ -64,6 +64,8 @@ def restore_weights(
     dtype: jnp.dtype,
     shardings: LlamaParams | None = None,
     advance: Callable[[int], None] = lambda amount: None,
+    *,
+    pieces_at_once: int = PIECES_AT_ONCE,
 ) -> LlamaParams:
     """Read parameters onto devices, each device the bytes of its own shards, several pieces at once.
 
@@ -89,7 +91,7 @@ def restore_weights(
         advance(sum(array.nbytes for array in arrays.values()))
         return arrays
 
-    with ThreadPoolExecutor(_PIECES_AT_ONCE) as threads:
+    with ThreadPoolExecutor(pieces_at_once) as threads:
         restored = dict(zip(by_name, threads.map(restore, by_name), strict=True))
     extra = sorted(path.name for path in folder.iterdir() if path.name not in by_name)
     if extra:
