@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import glob
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from jaxserve.engine.build import make_engine_mesh, resolve_dtype
 from jaxserve.engine.decode_state import empty_state
 from jaxserve.engine.device_batch import Bucket, Sizes, packed_size, views
 from jaxserve.engine.executable_cache import compile_options
+from jaxserve.engine.executors import has_many_tokens
 from jaxserve.engine.programs import ProgramFactory
 from jaxserve.engine.runner import zero_cache
 from jaxserve.models import linear, llama
@@ -135,10 +137,12 @@ def use_xla(ops: list[str]) -> Iterator[None]:
 def compile_forward(factory: ProgramFactory, params: Any, cache: Any, state: Any, bucket: Bucket) -> Any:
     packed = jax.ShapeDtypeStruct((packed_size(bucket, factory.sizes),), jnp.int32, sharding=replicated(factory.mesh))
     started = time.perf_counter()
-    lowered = jax.jit(factory.forward(bucket, bucket.rows), donate_argnums=(1, 2)).lower(params, cache, state, packed)
+    lowered = jax.jit(factory.forward(bucket, max(8, bucket.rows)), donate_argnums=(1, 2)).lower(
+        params, cache, state, packed
+    )
     traced = time.perf_counter()
     platform = factory.mesh.devices.flat[0].platform
-    compiled = lowered.compile(compiler_options=compile_options(platform, many_tokens=bucket.prefill_tokens > 0))
+    compiled = lowered.compile(compiler_options=compile_options(platform, many_tokens=has_many_tokens(bucket)))
     print(
         f"{bucket}: traced {traced - started:.1f} s, compiled {time.perf_counter() - traced:.1f} s beside the others",
         flush=True,
@@ -193,8 +197,8 @@ def measure(
     )
     print(f"{bucket}: {min(times):.2f} ms a step (floor {floor or 0:.2f})", flush=True)
     if options.kernels:
-        folder = f"{options.output}/{bucket.decode_rows}_{bucket.prefill_tokens}"
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(options.output).mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(dir=options.output, prefix=f"{bucket.decode_rows}_{bucket.prefill_tokens}_")
         with jax.profiler.trace(folder):
             cache, state = steps(4, cache, state)
         print(kernel_table(folder, 4, options.kernels), flush=True)

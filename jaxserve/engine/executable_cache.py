@@ -34,7 +34,7 @@ def compile_options(platform: str, *, many_tokens: bool = False) -> CompileOptio
     """XLA's options for a program, beside what XLA_FLAGS says.
 
     Args:
-        many_tokens: whether its products are of so many tokens that arithmetic decides their time.
+        many_tokens: whether its products are of more than a few tokens.
     """
     if platform != "gpu":
         return {}
@@ -42,7 +42,8 @@ def compile_options(platform: str, *, many_tokens: bool = False) -> CompileOptio
     # writes to it. It then computes what all layers share anew for each layer: some 150 kernels a step.
     options: CompileOptions = {"xla_disable_hlo_passes": "rematerialization"}
     if many_tokens:
-        # cuBLAS's kernels win all of these anyway, and the others take most of a minute of all cores to compile and try.
+        # cuBLAS's kernels are as fast or faster there. Trying the others takes most of a minute of all cores, and what
+        # wins when everything compiles at once varies from start to start.
         options["xla_gpu_enable_triton_gemm"] = False
     return options
 

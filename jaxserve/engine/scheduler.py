@@ -7,9 +7,11 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from jaxserve.engine.logprobs import take_prompt_logprobs, token_logprobs
 from jaxserve.engine.page_pool import PagePool
+from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import FinishReason, RequestError, RequestOutput
 from jaxserve.engine.schedule import DecodeRow, LogprobRows, PrefillChunk, SampledTokens, ScheduledBatch
@@ -81,6 +83,7 @@ class Scheduler:
         prefix_caching: bool = True,
         order: SchedulingOrder | None = None,
         pace: StepPace | None = None,
+        prefill_sizes: PrefillSizes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
@@ -96,6 +99,7 @@ class Scheduler:
         self._by_request: dict[str, list[Sequence]] = {}
         self._pending_outputs: list[RequestOutput] = []
         self._pace = pace
+        self._prefill_sizes = prefill_sizes
         self._clock = clock
         self._refused: tuple[Sequence, int] | None = None  # the first in line, and free pages too few for it
         self._batch_places = 0  # who may still join the batch that runs, under static batching
@@ -228,9 +232,14 @@ class Scheduler:
     def _prefill_budget(self, num_decode: int, unfinished: list[Sequence]) -> int:
         """Prompt tokens that this step may compute."""
         budget = self.limits.max_num_batched_tokens - num_decode
-        if self._pace is None:
+        if self._pace is not None:
+            context = unfinished[0].num_computed if unfinished else 0
+            budget = min(budget, self._pace.prefill_budget(num_decode, context))
+        if self._prefill_sizes is None or not num_decode or not budget:
             return budget
-        return min(budget, self._pace.prefill_budget(num_decode, unfinished[0].num_computed if unfinished else 0))
+        candidates = [*unfinished, *islice(self.waiting, self.limits.max_prefill_rows)]
+        waiting = sum(len(sequence.token_ids) - sequence.num_computed for sequence in candidates)
+        return self._prefill_sizes.choose(min(budget, waiting), num_decode, self.limits.max_num_seqs)
 
     def _schedule_prefill(self, unfinished: list[Sequence], budget: int) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []

@@ -1,0 +1,35 @@
+"""How many of the waiting prompt tokens make a good step beside those who decode. Host only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MOST_PADDING = 0.25  # of a padded size
+
+
+@dataclass(frozen=True)
+class PrefillSizes:
+    """What is compiled for prompt tokens, and from how many tokens on a step takes longer with each of them.
+
+    Attributes:
+        sizes: padded numbers of prompt tokens, ascending.
+        balanced_tokens: up to so many tokens a step takes no longer than reading the weights does; None: no such number.
+    """
+
+    sizes: tuple[int, ...]
+    balanced_tokens: int | None = None
+
+    def choose(self, wanted: int, num_decode: int, max_num_seqs: int) -> int:
+        """Prompt tokens to compute beside `num_decode` decoding rows where `wanted` are waiting and allowed.
+
+        While most slots decode, prompts ride along in the part of a step that costs little, a piece in each step: every
+        stream would wait for a larger one. And a step that would be mostly padding takes a full smaller size instead.
+        """
+        if self.balanced_tokens is not None and 2 * num_decode >= max_num_seqs:
+            room = self.balanced_tokens - num_decode
+            wanted = min(wanted, max((size for size in self.sizes if size <= room), default=self.sizes[0]))
+        full = max((size for size in self.sizes if size <= wanted), default=None)
+        padded = min((size for size in self.sizes if size >= wanted), default=None)
+        if full is not None and (padded is None or padded - wanted > _MOST_PADDING * padded):
+            return full
+        return wanted
