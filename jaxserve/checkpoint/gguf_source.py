@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.families import Family, family_of_gguf
+from jaxserve.checkpoint.gguf_header import check_header
 from jaxserve.checkpoint.rotary_rows import pairs_apart
 from jaxserve.checkpoint.tensor_source import BFLOAT16
 from jaxserve.checkpoint.tokenizer_files import error_line
@@ -43,6 +44,7 @@ class GGUFFile:
             CheckpointError: if the file is no GGUF, is damaged or cut short, or its architecture is not supported.
         """
         self.path = path
+        check_header(path)
         try:
             self._reader = gguf.GGUFReader(path)
         except Exception as error:  # the reader trusts the file: damage shows as an exception of any kind

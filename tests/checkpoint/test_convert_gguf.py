@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,45 @@ def test_heads_that_differ_by_layer_are_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", weights(), metadata={"llama.attention.head_count": [4, 2]})
     with pytest.raises(CheckpointError, match="head_count"):
         convert(path, tmp_path / "converted", progress=NoProgress())
+
+
+def header_with(content: bytes, name: str, number: int) -> bytes:
+    """A file whose header claims `number` of something."""
+    if name in ("tensors", "entries"):
+        place, size = (8, 8) if name == "tensors" else (16, 8)
+    elif name == "bytes of a name":
+        place, size = content.index(b"general.architecture") - 8, 8
+    elif name == "bytes of a text":
+        place, size = content.index(b"general.architecture") + len("general.architecture") + 4, 8
+    elif name in ("tokens", "token types"):
+        key = b"tokenizer.ggml.tokens" if name == "tokens" else b"tokenizer.ggml.token_type"
+        place, size = content.index(key) + len(key) + 8, 8
+    elif name == "layers":
+        place, size = content.index(b"llama.block_count") + len("llama.block_count") + 4, 4
+    elif name == "axes":
+        place, size = content.index(b"token_embd.weight") + len("token_embd.weight"), 4
+    else:
+        place, size = content.index(b"token_embd.weight") + len("token_embd.weight") + (4 if name == "rows" else 24), 8
+    return content[:place] + number.to_bytes(size, "little") + content[place + size :]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("tensors", 2**60), ("entries", 2**60), ("entries", 2**31), ("bytes of a name", 2**60),
+        ("bytes of a text", 2**63), ("tokens", 2**60), ("token types", 2**60), ("token types", 2**33),
+        ("layers", 2**31 - 1), ("axes", 2**31), ("rows", 2**60), ("offset", 2**62),
+    ],
+)  # fmt: skip
+def test_a_header_that_claims_too_much(tmp_path: Path, name: str, number: int) -> None:
+    path = write_gguf(tmp_path / "model.gguf", weights())
+    path.write_bytes(header_with(path.read_bytes(), name, number))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"model\.gguf") as caught:
+            convert(path, tmp_path / "converted", progress=NoProgress())
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.gguf"]
