@@ -3,8 +3,9 @@
     python scripts/bench_decode_layer.py --rows 1,8,64 --variants
 
 A program makes many calls that go round several layers' weights, so that the L2 cache serves none of them, and each
-call's results are the next one's arguments. Two programs of different length are timed; their difference, divided by
-the difference in calls, leaves out what a program costs once. All programs are compiled first, in parallel.
+call's results are the next one's arguments. It is launched a few times and many times in a row, each on the results of
+the one before; the difference, divided by the difference in calls, leaves out what the host does. All programs are
+compiled first, in parallel.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from jaxserve.kernels.grid_barrier import COUNTERS
 
 SIZES = {"attended": 4096, "hidden": 4096, "ffn": 14336, "qkv": 6144}  # Llama-3-8B
 LAYERS = 3
+LAUNCHES = (2, 8)
 EPS = 1e-5
 BANDWIDTH = 3.09e12  # bytes a second that one H100 reads at
 
@@ -99,11 +101,21 @@ def compile_calls(layer: Layer, calls: int, x: jax.Array, weights: list[tuple[ja
     return jax.jit(run).lower(x, attended, weights).compile()
 
 
-def median_seconds(program: jax.stages.Compiled, arguments: tuple, repetitions: int) -> float:
+def median_seconds(
+    program: jax.stages.Compiled,
+    x: jax.Array,
+    attended: jax.Array,
+    weights: list[tuple[jax.Array, ...]],
+    launches: int,
+    repetitions: int,
+) -> float:
     times = []
     for _ in range(repetitions + 2):
         start = time.perf_counter()
-        jax.block_until_ready(program(*arguments))
+        results = x, attended
+        for _ in range(launches):
+            results = program(*results, weights)
+        jax.block_until_ready(results)
         times.append(time.perf_counter() - start)
     return float(np.median(times[2:]))
 
@@ -112,10 +124,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,8,64", help="comma-separated")
     parser.add_argument("--variants", action="store_true", help="other tunings beside the chosen one")
-    parser.add_argument("--calls", default="4,20", help="calls of the two programs")
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=12, help="calls in a program")
+    parser.add_argument("--repetitions", type=int, default=7)
     arguments = parser.parse_args()
-    calls = [int(count) for count in arguments.calls.split(",")]
     weights = [jax.jit(functools.partial(make_weights, sizes=SIZES))(jax.random.key(i)) for i in range(LAYERS)]
     weight_bytes = sum(array.nbytes for array in weights[0])
     programs, xs = {}, {}
@@ -123,16 +134,15 @@ def main() -> None:
         for rows in map(int, arguments.rows.split(",")):
             xs[rows] = jax.random.normal(jax.random.key(rows), (rows, SIZES["hidden"]), jnp.bfloat16)
             for name, layer in contenders(rows, arguments.variants).items():
-                programs[rows, name] = [
-                    pool.submit(compile_calls, layer, count, xs[rows], weights) for count in sorted(calls)
-                ]
+                programs[rows, name] = pool.submit(compile_calls, layer, arguments.calls, xs[rows], weights)
     lines = []
-    for (rows, name), futures in programs.items():
+    for (rows, name), program in programs.items():
         attended = jax.random.normal(jax.random.key(7), (rows, SIZES["attended"]), jnp.bfloat16)
-        medians = [
-            median_seconds(future.result(), (xs[rows], attended, weights), arguments.repetitions) for future in futures
+        few, many = [
+            median_seconds(program.result(), xs[rows], attended, weights, launches, arguments.repetitions)
+            for launches in LAUNCHES
         ]
-        seconds = (medians[1] - medians[0]) / (max(calls) - min(calls))
+        seconds = (many - few) / (arguments.calls * (LAUNCHES[1] - LAUNCHES[0]))
         lines.append(f"{rows:>4}  {name:<44} {seconds * 1e6:>7.1f} {weight_bytes / seconds / 1e12:>6.2f}")
         print(lines[-1], flush=True)
     print(f"\n{jax.devices()[0].device_kind}, jax {jax.__version__}, {weight_bytes / 1e6:.0f} MB of weights a call, "

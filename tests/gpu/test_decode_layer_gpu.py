@@ -26,17 +26,20 @@ def _hopper() -> None:
 
 
 @functools.cache
+def _few_rows(case: Case) -> tuple[jax.Array | None, ...]:
+    return make_arrays(case)
+
+
 def _arrays(case: Case, rows: int) -> tuple[jax.Array | None, ...]:
-    """The weights are made once for all numbers of rows."""
-    arrays = make_arrays(case)
-    attended, residual = arrays[:2]
+    """The weights are the same for all numbers of rows; making them takes seconds."""
+    attended, residual, *weights = _few_rows(case)
     assert attended is not None and residual is not None
     repeats = -(-rows // case.rows)
     # Rows that differ, from few: shifted by one column each time.
     attended, residual = [
         jnp.concatenate([jnp.roll(array, i, axis=1) for i in range(repeats)])[:rows] for array in (attended, residual)
     ]
-    return attended, residual, *arrays[2:]
+    return attended, residual, *weights
 
 
 def _check_repeatedly(case: Case, rows: int, config: TuningConfig | None) -> None:
