@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from jaxserve.cli import bench_options as options
+from jaxserve.cli.bench_sweep import compare, report, sweep
 from jaxserve.cli.default_command import GroupWithDefault
 from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
@@ -236,4 +237,6 @@ def build_bench() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.command("run")(run)
+    for command in (sweep, report, compare):
+        app.command()(command)
     return app

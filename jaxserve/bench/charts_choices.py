@@ -1,0 +1,168 @@
+"""Charts that set two ways of doing things against each other: tensor and data parallelism, speculation, batching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jaxserve.bench.charts import COLOURS, INK, draw_step_floor, finish, line_style, load_axis, new_figure
+from jaxserve.bench.results import Series
+
+Curve = tuple[np.ndarray, np.ndarray]  # requests in flight over all devices, TPOT in ms
+
+
+def parallelism(series: Sequence[Series]) -> Figure | None:
+    """TPOT of the same devices used by tensor or by data parallelism, and where they cross."""
+    plain = [part for part in series if _is_plain(part) and part.of_kind("concurrency")]
+    by_degree = {(_tensor(part), _data(part)): part for part in plain}
+    degrees = sorted(tensor for tensor, data in by_degree if data == 1 and tensor > 1)
+    degrees = [degree for degree in degrees if (1, 1) in by_degree or (1, degree) in by_degree]
+    if not degrees:
+        return None
+    figure, panels = new_figure(len(degrees))
+    for axes, degree in zip(panels, degrees, strict=True):
+        tensor = _curve(by_degree[degree, 1], 1)
+        measured = by_degree.get((1, degree))
+        data = _curve(measured, 1) if measured is not None else _curve(by_degree[1, 1], degree)
+        origin = "measured" if measured is not None else "from one device's figures"
+        axes.plot(*tensor, label=f"tensor parallel on {degree}", **line_style(0))
+        axes.plot(*data, label=f"data parallel on {degree} ({origin})", **line_style(1))
+        draw_step_floor(axes, by_degree[degree, 1], "concurrency", 0)
+        _mark_crossing(axes, tensor, data)
+        load_axis(axes, [by_degree[degree, 1]], "concurrency", data[0])
+        axes.set_xlabel("requests in flight, over all devices")
+        axes.set_ylabel("time per output token, mean (ms)")
+        axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
+        finish(axes, f"Tensor or data parallelism on {degree} devices (dashed: floor of TP{degree})")
+    return figure
+
+
+def crossing(first: Curve, second: Curve) -> float | None:
+    """The load from which the second curve is the lower one for good, between points on a logarithmic axis; None: never,
+    or from the start.
+    """
+    low, high = max(first[0][0], second[0][0]), min(first[0][-1], second[0][-1])
+    if low >= high:
+        return None
+    loads = np.geomspace(low, high, 400)
+    gap = np.interp(np.log(loads), np.log(first[0]), first[1]) - np.interp(np.log(loads), np.log(second[0]), second[1])
+    lower = gap > 0
+    if not lower[-1] or lower.all():
+        return None
+    return float(loads[np.flatnonzero(~lower)[-1] + 1])
+
+
+def _mark_crossing(axes: Axes, tensor: Curve, data: Curve) -> None:
+    load = crossing(tensor, data)
+    if load is None:
+        return
+    axes.axvline(load, color=INK, linewidth=1, linestyle="-.", alpha=0.7)
+    is_left = load < np.sqrt(tensor[0][0] * max(tensor[0][-1], data[0][-1]))
+    axes.annotate(
+        f"data parallelism is faster from {load:.0f}", (load, 0), xytext=(6 if is_left else -6, 8),
+        textcoords="offset points", fontsize=8, color=INK, ha="left" if is_left else "right",
+    )  # fmt: skip
+
+
+def _curve(part: Series, replicas: int) -> Curve:
+    summaries = [point.summary for point in part.of_kind("concurrency")]
+    loads = np.asarray([summary.load.value * replicas for summary in summaries])
+    return loads, np.asarray([summary.tpot_ms["mean"] for summary in summaries])
+
+
+def speculation(series: Sequence[Series]) -> Figure | None:
+    """TPOT with and without speculation, for each degree of parallelism that has both."""
+    speculating = [part for part in series if part.setting("speculative_config") and part.of_kind("concurrency")]
+    pairs = [
+        (other, part)
+        for part in speculating
+        for other in series
+        if _is_plain(other) and (_tensor(other), _data(other)) == (_tensor(part), _data(part))
+        and other.environment.get("model") == part.environment.get("model")
+    ]  # fmt: skip
+    if not pairs:
+        return None
+    figure, [left, right] = new_figure(2)
+    for number, (plain, part) in enumerate(pairs):
+        for place, (run, name) in enumerate(((plain, plain.name), (part, part.name))):
+            loads, tpot = _curve(run, 1)
+            left.plot(loads, tpot, label=name, **line_style(2 * number + place))
+        draw_step_floor(left, plain, "concurrency", 2 * number)
+        before = dict(zip(*(values.tolist() for values in _curve(plain, 1)), strict=True))
+        shared = [(load, before[load] / tpot) for load, tpot in zip(*_curve(part, 1), strict=True) if load in before]
+        right.plot(
+            [load for load, _ in shared], [gain for _, gain in shared], label=part.name, **line_style(2 * number + 1)
+        )
+    right.axhline(1, color=INK, linestyle="--", linewidth=1, alpha=0.6)
+    for axes, quantity in ((left, "time per output token, mean (ms)"), (right, "speed-up over plain decoding")):
+        load_axis(axes, [part for pair in pairs for part in pair], "concurrency")
+        axes.set_ylabel(quantity)
+        axes.set_ylim(bottom=0)
+    finish(left, "Speculation and plain decoding (dashed: floor)")
+    finish(right, "Speed-up (dashed: none)")
+    return figure
+
+
+def batching(series: Sequence[Series]) -> Figure | None:
+    """Static against continuous batching at the same loads: throughput, time to first token, and batch size over time."""
+    static = next((part for part in series if part.setting("static_batching") and part.points), None)
+    if static is None:
+        return None
+    name = static.name.removesuffix(" static")
+    continuous = next((part for part in series if part.name == name), None)
+    if continuous is None:
+        return None
+    kind = max(("rate", "concurrency", "trace"), key=lambda kind: len(static.of_kind(kind)))
+    figure, [left, middle, right] = new_figure(3)
+    pairs = ((continuous, "continuous"), (static, "static"))
+    for number, (part, label) in enumerate(pairs):
+        summaries = [point.summary for point in part.of_kind(kind)]
+        loads = [summary.load.value for summary in summaries]
+        style = line_style(number)
+        left.plot(loads, [summary.output_tokens_per_second for summary in summaries], label=label, **style)
+        middle.plot(loads, [summary.ttft_ms["p90"] / 1e3 for summary in summaries], label=label, **style)
+        with_timeline = [point for point in part.of_kind(kind) if len(point.timeline) > 1]
+        if with_timeline:
+            snapshots = with_timeline[-1].timeline
+            right.step([each.time for each in snapshots], [each.num_running for each in snapshots], where="post",
+                       color=COLOURS[number], label=label, linewidth=1.5)  # fmt: skip
+    _bandwidth_limit(left, continuous, kind)
+    for axes in (left, middle):
+        load_axis(axes, [static, continuous], kind)
+    left.set_ylabel("output tokens a second")
+    middle.set_ylabel("time to first token, 90th percentile (s)")
+    right.set_ylabel("requests that run")
+    right.set_xlabel("seconds since the start, highest load")
+    for axes in (left, middle, right):
+        axes.set_ylim(bottom=0)
+    finish(left, "Throughput (dashed: the floor's)")
+    finish(middle, "Time to first token")
+    finish(right, "Batch size over time")
+    return figure
+
+
+def _bandwidth_limit(axes: Axes, part: Series, kind: str) -> None:
+    """What the floor of the same batches would give, as far as it lies in view."""
+    summaries = [point.summary for point in part.of_kind(kind) if point.summary.floor_ms]
+    if summaries:
+        high = axes.get_ylim()[1]
+        loads = [summary.load.value for summary in summaries]
+        limit = [summary.mean_running / (summary.floor_ms or 1.0) * 1e3 for summary in summaries]
+        axes.plot(loads, limit, color=COLOURS[0], linestyle="--", linewidth=1, alpha=0.6)
+        axes.set_ylim(0, min(3 * high, max(high, *limit)))
+
+
+def _is_plain(part: Series) -> bool:
+    engine = part.environment.get("engine") == "jaxserve" and part.environment.get("transport") == "in process"
+    return engine and not part.setting("speculative_config") and not part.setting("static_batching")
+
+
+def _tensor(part: Series) -> int:
+    return int(part.setting("tensor_parallel_size", 1))
+
+
+def _data(part: Series) -> int:
+    return int(part.setting("data_parallel_size", 1))

@@ -1,0 +1,134 @@
+"""`jaxserve bench sweep`, `report` and `compare`: many configurations, their charts, and what differs between two runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxserve.cli import bench_options as options
+from jaxserve.cli.errors import EXIT_FAILURE, reported_errors
+from jaxserve.cli.logs import configure_logging
+from jaxserve.cli.options import DTypeName, Verbose
+
+SWEEP_CONCURRENCY = "1,4,8,10,16,20,30,64"
+
+SloTpot = Annotated[
+    float | None,
+    typer.Option(metavar="MS", help="Say which configuration gives most while a token takes no longer than this."),
+]
+Title = Annotated[str, typer.Option(metavar="TEXT", help="Of the report.")]
+
+
+def sweep(
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="As for `jaxserve bench`; may be given several times.")
+    ] = None,
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="For everything; what is done there is kept.")] = Path(
+        "bench-sweep"
+    ),
+    tensor_parallel_size: Annotated[str, typer.Option(metavar="LIST", help="Such as 1,2,4.")] = "1",
+    data_parallel_size: Annotated[str, typer.Option(metavar="LIST", help="Such as 1,2.")] = "1",
+    speculative_config: Annotated[
+        list[str] | None, typer.Option(metavar="JSON", help="Measured beside plain decoding; may be repeated.")
+    ] = None,
+    static_batching: Annotated[
+        bool, typer.Option("--static-batching", help="Measure static batching too, with the first configuration.")
+    ] = False,
+    endpoint: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="A competitor: any OpenAI endpoint; may be repeated.")
+    ] = None,
+    concurrency: options.Concurrency = None,
+    request_rate: options.RequestRate = None,
+    trace_speed: options.TraceSpeed = None,
+    workload: options.WorkloadName = "sharegpt-like",
+    num_requests: options.NumRequests = None,
+    rounds: options.Rounds = 1,
+    temperature: options.Temperature = 0.0,
+    timeout: options.Timeout = 600.0,
+    max_num_seqs: Annotated[int | None, typer.Option(metavar="COUNT", help="Sequences that run at once.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(metavar="COUNT", help="Longest sequence in tokens.")] = None,
+    quantization: Annotated[str | None, typer.Option(metavar="NAME", help="Of the weights.")] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(metavar="NAME", help="Of the KV cache.")] = None,
+    dtype: DTypeName = "auto",
+    slo_tpot_ms: SloTpot = None,
+    title: Title = "Throughput against latency",
+    verbose: Verbose = 0,
+) -> None:
+    """Measure several configurations at the same loads, and write records, charts and a report into one folder."""
+    configure_logging(verbose)
+    with reported_errors(verbose):
+        from jaxserve.bench.sweep import plan, run_sweep
+        from jaxserve.bench.workload import load_workload
+        from jaxserve.cli.bench import parse_loads
+
+        has_arrivals = load_workload(workload).has_arrivals
+        if concurrency is None and request_rate is None and trace_speed is None and not has_arrivals:
+            concurrency = SWEEP_CONCURRENCY
+        loads = parse_loads(concurrency, request_rate, trace_speed, has_arrivals=has_arrivals)
+        configurations = plan(
+            model or [],
+            tensor_parallel_sizes=options.parse_counts(tensor_parallel_size, "--tensor-parallel-size"),
+            data_parallel_sizes=options.parse_counts(data_parallel_size, "--data-parallel-size"),
+            speculative_configs=speculative_config or [],
+            static_batching=static_batching,
+            endpoints=endpoint or [],
+        )
+        passed = {
+            "--concurrency": concurrency, "--request-rate": request_rate, "--trace-speed": trace_speed,
+            "--workload": workload, "--num-requests": num_requests, "--rounds": rounds, "--temperature": temperature,
+            "--timeout": timeout, "--max-num-seqs": max_num_seqs, "--max-model-len": max_model_len,
+            "--quantization": quantization, "--kv-cache-dtype": kv_cache_dtype, "--dtype": dtype,
+        }  # fmt: skip
+        arguments = [part for flag, value in passed.items() if value is not None for part in (flag, str(value))]
+        failed = run_sweep(configurations, loads, arguments, output, lambda text: typer.echo(text, err=True))
+        _report(output, title, slo_tpot_ms)
+        if failed:
+            typer.echo(f"failed: {', '.join(failed)}", err=True)
+            raise typer.Exit(EXIT_FAILURE)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="With runs of `jaxserve bench --output` below it.")],
+    slo_tpot_ms: SloTpot = None,
+    title: Title = "Throughput against latency",
+    verbose: Verbose = 0,
+) -> None:
+    """Draw charts and report of the runs in FOLDER anew."""
+    configure_logging(verbose)
+    with reported_errors(verbose):
+        _report(folder, title, slo_tpot_ms)
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run or of a sweep.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The one that is judged against it.")],
+    verbose: Verbose = 0,
+) -> None:
+    """Say which differences between two runs are beyond the noise (95% bootstrap intervals)."""
+    configure_logging(verbose)
+    with reported_errors(verbose):
+        from jaxserve.bench.compare import compare as compare_series
+        from jaxserve.bench.results import find_series
+
+        differences = compare_series(find_series(before), find_series(after))
+        for difference in differences:
+            typer.echo(str(difference))
+        beyond = sum(difference.is_beyond_noise for difference in differences)
+        typer.echo(f"{beyond} of {len(differences)} differences are beyond the noise between requests")
+
+
+def _report(folder: Path, title: str, slo_tpot_ms: float | None) -> None:
+    try:
+        from jaxserve.bench.report import build_report
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("matplotlib"):
+            raise
+        raise RuntimeError(
+            "charts need matplotlib: pip install 'jaxserve[bench]'; the figures are in the folder"
+        ) from None
+    words = build_report(folder, title=title, slo_tpot_ms=slo_tpot_ms)
+    typer.echo(f"{folder / 'report.html'}")
+    if words:
+        typer.echo(words)

@@ -1,0 +1,260 @@
+"""What a sweep runs, where it goes on after an interruption, and what it makes of the figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxserve.bench.compare import compare
+from jaxserve.bench.records import Load
+from jaxserve.bench.results import Series, find_series, read_series
+from jaxserve.bench.sweep import Configuration, environment_for, plan, run_sweep
+from jaxserve.bench.verdict import verdict
+from jaxserve.cli.main import build_app
+from tests.bench.made_up_runs import LOADS, write_run, write_sweep
+
+ONE = {"speculative_configs": (), "static_batching": False, "endpoints": ()}
+
+
+def names(configurations: list[Configuration]) -> list[str]:
+    return [configuration.name for configuration in configurations]
+
+
+def test_every_combination_is_a_configuration_and_endpoints_compete() -> None:
+    found = plan(
+        ["llama-3-8b"],
+        tensor_parallel_sizes=[1, 2],
+        data_parallel_sizes=[1, 2],
+        speculative_configs=["{}"],
+        static_batching=True,
+        endpoints=["http://127.0.0.1:8001/v1"],
+    )
+    assert names(found) == [
+        "TP1", "TP1 speculation", "TP1 x DP2", "TP1 x DP2 speculation", "TP2", "TP2 speculation", "TP2 x DP2",
+        "TP2 x DP2 speculation", "TP1 static", "127.0.0.1:8001",
+    ]  # fmt: skip
+    assert found[3].arguments == (
+        "llama-3-8b", "--tensor-parallel-size", "1", "--data-parallel-size", "2", "--speculative-config", "{}",
+    )  # fmt: skip
+    assert found[6].num_devices == 4
+    assert found[8].arguments[-1] == "--static-batching"
+    assert found[9].arguments == ("--endpoint", "http://127.0.0.1:8001/v1")
+
+
+def test_nothing_to_measure_is_an_error() -> None:
+    with pytest.raises(ValueError, match="give --model or --endpoint"):
+        plan([], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the same name"):
+        plan(["a/x", "b/x"], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands that would have been run; the one for TP2 fails."""
+    seen: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
+        seen.append(command)
+        return subprocess.CompletedProcess(command, 1 if "2" in command else 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return seen
+
+
+def test_a_sweep_goes_on_where_it_stopped_and_past_what_fails(tmp_path: Path, commands: list[list[str]]) -> None:
+    configurations = plan(["m"], tensor_parallel_sizes=[1, 2, 4], data_parallel_sizes=[1], **ONE)  # type: ignore[arg-type]
+    write_run(tmp_path, "TP1")
+    failed = run_sweep(configurations, LOADS, ["--concurrency", "1"], tmp_path, lambda text: None)
+    assert failed == ["TP2"]
+    assert [command[command.index("--tensor-parallel-size") + 1] for command in commands] == ["2", "4"]
+    assert commands[0][1:5] == ["-m", "jaxserve", "bench", "run"]
+    assert commands[1][-4:] == ["--name", "TP4", "--output", str(tmp_path / "runs" / "tp4")]
+    # A load more than was measured: TP1 is run again, and its own folder says what is left of it.
+    run_sweep(configurations[:1], (*LOADS, Load("rate", 1)), [], tmp_path, lambda text: None)
+    assert len(commands) == 3
+
+
+def test_a_cpu_has_as_many_devices_as_a_configuration_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--some_flag")
+    flags = environment_for(Configuration("TP4", (), 4))["XLA_FLAGS"]
+    assert flags == "--some_flag --xla_force_host_platform_device_count=4"
+    assert environment_for(Configuration("TP1", (), 1))["XLA_FLAGS"] == "--some_flag"
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert environment_for(Configuration("TP4", (), 4))["XLA_FLAGS"] == "--some_flag"
+
+
+def series_of(folder: Path, name: str, **settings: object) -> Series:
+    return read_series(write_run(folder, name, noise=0.0, **settings))  # type: ignore[arg-type]
+
+
+def test_the_verdict_names_the_best_under_the_goal_and_the_next(tmp_path: Path) -> None:
+    one = series_of(tmp_path, "TP1", tpot_ms=5.0, growth_ms=0.1)  # 8 ms at 30
+    two = series_of(tmp_path, "TP2", tpot_ms=3.0, growth_ms=0.1, num_devices=2)  # 6 ms at 30, 9.4 ms at 64
+    text = verdict([one, two], 8.5)
+    assert (
+        "the best configuration is TP1 with 30 requests in flight: 3,750 output tokens a second for each device" in text
+    )
+    assert "TPOT 8.00 ms" in text
+    assert "50% more than the next, TP2 with 30 requests in flight: 2,500." in text
+
+
+def test_a_verdict_on_several_devices_tells_what_they_give_together(tmp_path: Path) -> None:
+    text = verdict([series_of(tmp_path, "TP2", tpot_ms=3.0, growth_ms=0.1, num_devices=2)], 6.5)
+    assert "2,500 output tokens a second for each device (5,000 on 2 devices)" in text
+
+
+def test_a_goal_that_nobody_meets_is_told_with_the_fastest(tmp_path: Path) -> None:
+    text = verdict([series_of(tmp_path, "TP1", tpot_ms=5.0)], 2.0)
+    assert text == (
+        "No configuration meets a goal of 2 ms per token (500 tokens a second for each user): "
+        "the fastest is TP1 with 1 request in flight, with 5.06 ms."
+    )
+
+
+def test_the_others_are_named_where_only_one_meets_the_goal(tmp_path: Path) -> None:
+    both = [series_of(tmp_path, "TP1", tpot_ms=9.0), series_of(tmp_path, "TP2", tpot_ms=3.0)]
+    assert verdict(both, 5.0).endswith("None of the others meets it: TP1.")
+
+
+def test_what_lies_beyond_the_noise_is_said_to_and_what_does_not_is_not(tmp_path: Path) -> None:
+    before = read_series(write_run(tmp_path / "a", "TP1", seed=1))
+    same = read_series(write_run(tmp_path / "b", "TP1", seed=2))
+    slower = read_series(write_run(tmp_path / "c", "TP1", tpot_ms=5.5, seed=2))
+    quiet = [difference for difference in compare([before], [same]) if difference.metric == "TPOT"]
+    assert sum(difference.is_beyond_noise for difference in quiet) <= 1
+    loud = [difference for difference in compare([before], [slower]) if difference.metric == "TPOT"]
+    assert len(loud) == len(LOADS)
+    assert all(
+        difference.is_beyond_noise and difference.low < difference.change < difference.high for difference in loud
+    )
+    assert "slower by" in str(loud[0]) and "no difference beyond the noise" in str(
+        min(quiet, key=lambda d: abs(d.change))
+    )
+
+
+def test_rounds_that_differ_widen_the_interval(tmp_path: Path) -> None:
+    """Requests of one round have much in common: as many requests of one round each are worth less."""
+
+    def rounds(series: Series, shift: float) -> Series:
+        points = []
+        for point in series.points:
+            shifted = [
+                replace(record, round=number, last_token=record.last_token + shift * number * record.output_tokens)
+                for number in range(3)
+                for record in point.records
+            ]
+            points.append(replace(point, records=shifted))
+        return replace(series, points=points)
+
+    base = read_series(write_run(tmp_path, "TP1"))
+    narrow = compare([rounds(base, 0.0)], [rounds(base, 0.0)])[-2]
+    wide = compare([rounds(base, 0.002)], [rounds(base, 0.002)])[-2]
+    assert wide.high - wide.low > 3 * (narrow.high - narrow.low)
+
+
+def test_runs_with_nothing_in_common_cannot_be_compared(tmp_path: Path) -> None:
+    one = read_series(write_run(tmp_path / "a", "TP1", loads=LOADS[:1]))
+    other = read_series(write_run(tmp_path / "b", "TP1", loads=LOADS[1:2]))
+    with pytest.raises(ValueError, match="in common"):
+        compare([one], [other])
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(build_app(), ["bench", *arguments])
+    return result.exit_code, result.output
+
+
+def test_the_report_is_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_sweep(tmp_path)
+    code, output = command("report", str(tmp_path), "--slo-tpot-ms", "8", "--title", "A <study>")
+    assert code == 0, output
+    page = (tmp_path / "report.html").read_text()
+    assert "A &lt;study&gt;" in page and "the best configuration is TP2 with 64 requests" in page
+    assert not re.search(r'(src|href)="(?!#)', page.replace("http://www.w3.org", "")) and "@import" not in page
+    drawn = {path.stem for path in (tmp_path / "charts").glob("*.svg")}
+    assert drawn >= {
+        "tradeoff", "latency-by-concurrency", "latency-by-rate", "parallelism", "speculation", "batching",
+        "utilization", "timeline-1",
+    }  # fmt: skip
+    assert {path.stem for path in (tmp_path / "charts").glob("*.png")} == drawn
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids)), "two charts share an id: one would be drawn with the other's shapes"
+    data = json.loads((tmp_path / "summary.json").read_text())
+    assert len(data["runs"]) == 6 and data["verdict"].startswith("Under a goal of 8 ms")
+
+
+def test_the_same_figures_give_the_same_charts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_run(tmp_path, "TP1")
+    texts = []
+    for _ in range(2):
+        command("report", str(tmp_path))
+        texts.append((tmp_path / "charts" / "tradeoff.svg").read_text())
+    assert texts[0] == texts[1]
+
+
+def svg_texts(path: Path) -> list[str]:
+    return ["".join(node.itertext()).strip() for node in ElementTree.parse(path).iter() if node.tag.endswith("}text")]
+
+
+def test_axes_have_their_units_and_points_their_loads(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_sweep(tmp_path)
+    command("report", str(tmp_path))
+    texts = svg_texts(tmp_path / "charts" / "tradeoff.svg")
+    assert "time per output token, mean (ms)" in texts and "output tokens a second for each device" in texts
+    assert texts.count("64") >= 5  # each curve's last point
+    texts = svg_texts(tmp_path / "charts" / "latency-by-rate.svg")
+    assert "requests a second" in texts and "time to first token (ms)" in texts
+    assert any(
+        text.startswith("data parallelism is faster from ")
+        for text in svg_texts(tmp_path / "charts" / "parallelism.svg")
+    )
+
+
+def test_where_two_curves_cross() -> None:
+    pytest.importorskip("matplotlib")
+    from jaxserve.bench.charts_choices import crossing
+
+    loads = np.array([1.0, 4.0, 16.0, 64.0])
+    rising, flat = (loads, np.array([2.0, 3.0, 5.0, 9.0])), (loads, np.full(4, 4.0))
+    assert crossing(rising, flat) == pytest.approx(8.0, rel=0.02)  # halfway between 4 and 16 on a logarithmic axis
+    assert crossing(flat, rising) is None  # the second one is never the lower one for good
+    assert crossing(rising, (loads, np.full(4, 1.0))) is None  # nor from some load on: it always is
+
+
+def test_compare_on_the_command_line(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "TP1", loads=LOADS[:2])
+    write_run(tmp_path / "b", "other", loads=LOADS[:2], tpot_ms=6.0)
+    code, output = command("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert code == 0
+    assert "TP1 at 4, TPOT: " in output and "slower by" in output and "of 4 differences are beyond" in output
+    assert command("compare", str(tmp_path / "a"), str(tmp_path / "none"))[0] == 1
+
+
+def test_a_sweep_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, "TP1")
+    for name in ("matplotlib", "jaxserve.bench.report", "jaxserve.bench.charts", "jaxserve.bench.charts_choices"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, output = command("report", str(tmp_path))
+    assert code == 1 and "pip install 'jaxserve[bench]'" in output
+
+
+def test_unfinished_loads_are_no_part_of_a_series(tmp_path: Path) -> None:
+    runs = write_run(tmp_path, "TP1")
+    (runs / "concurrency-64.summary.json").unlink()
+    assert [point.summary.load for point in find_series(tmp_path)[0].points] == list(LOADS[:-1])
+    with pytest.raises(ValueError, match="holds no finished run"):
+        find_series(tmp_path / "charts")
