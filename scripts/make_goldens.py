@@ -118,7 +118,10 @@ TINY_MODELS: dict[str, TinyModel] = {
     "qwen2": TinyModel("Qwen2"),
     "qwen3": TinyModel("Qwen3", {"head_dim": 16}),
     "mistral_sliding_window": TinyModel("Mistral", {"sliding_window": 8}),
+    "mistral": TinyModel("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2_tied": TinyModel("Qwen2", {"tie_word_embeddings": True}),
     "phi3": TinyModel("Phi3"),
+    "phi3_sliding_window": TinyModel("Phi3", {"sliding_window": 8, "num_key_value_heads": 1}),
 }
 
 

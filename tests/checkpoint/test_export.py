@@ -43,8 +43,8 @@ def assert_same_tensors(left: dict[str, np.ndarray], right: dict[str, np.ndarray
 @pytest.mark.parametrize(
     "name",
     [
-        "attention_bias", "bfloat16", "head_dim", "mistral_sliding_window", "mlp_bias", "multi_query", "phi3", "qwen2",
-        "qwen3", "rope_llama3", "sharded", "tied_head",
+        "attention_bias", "bfloat16", "head_dim", "mistral_sliding_window", "mlp_bias", "multi_query", "phi3",
+        "phi3_sliding_window", "qwen2", "qwen2_tied", "qwen3", "rope_llama3", "sharded", "tied_head",
     ],
 )  # fmt: skip
 def test_every_family_comes_back_to_the_bit(tmp_path: Path, name: str) -> None:
