@@ -11,6 +11,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "gpu"]
 LoadFormat = Literal["auto", "dummy"]
 AccessLog = Literal["json", "text", "none"]
+Mode = Literal["local", "interactive", "server"]
 SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
 QuantizationFormat = Literal["fp8", "fp8-weight-only", "int8", "int4"]
 Quantization = Literal["fp8", "fp8-weight-only", "int8", "int4", "int4-32"]  # as users ask for it
@@ -166,6 +167,8 @@ class EngineConfig:
         max_num_seqs: sequences that run at once (slots of the decode state); None: what suits the device.
         max_num_batched_tokens: tokens that one step computes at most (decode rows + prefill chunks); None: what suits the
             device.
+        mode: sizes that are left open: "local": 4 sequences over one context of up to 8192 tokens; "interactive": 1 sequence
+            of the longest context; "server": as many sequences as suit the device, and all the KV pages that fit.
         page_size: tokens a KV page holds.
         num_pages: KV pages; None: planned from the memory that is free.
         gpu_memory_utilization: share of the device's memory that weights, work space and KV pages may take.
@@ -190,6 +193,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    mode: Mode = "server"
     page_size: int = 16
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -238,6 +242,8 @@ class EngineConfig:
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {', '.join(get_args(KVCacheDType))}"
             )
+        if self.mode not in ("local", "interactive", "server"):
+            raise ValueError(f"mode={self.mode!r} must be local, interactive or server")
         if self.scheduling_policy not in ("fcfs", "priority", "sjf"):
             raise ValueError(f"scheduling_policy={self.scheduling_policy!r} must be fcfs, priority or sjf")
         if self.max_tpot_ms is not None and not self.max_tpot_ms > 0.0:

@@ -39,6 +39,7 @@ def serve(
     ssl_keyfile: options.KeyFile = None,
     root_path: options.RootPath = _SERVER.root_path,
     max_model_len: MaxModelLen = None,
+    mode: options.ModeName = _ENGINE.mode,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     max_num_queued_requests: options.MaxNumQueuedRequests = _ENGINE.max_num_queued_requests,
@@ -75,11 +76,12 @@ def serve(
     verbose: Verbose = 0,
 ) -> None:
     """Serve MODEL over HTTP, the way OpenAI's API does."""
-    configure_logging(verbose, shown=("jaxserve.server",))  # where it listens, when it is ready, how it ends
+    configure_logging(verbose, shown=("jaxserve.server", "jaxserve.engine.build"))  # address, memory, how it ends
     configure_access_log(enabled=access_log != "none")
     with reported_errors(verbose):
         engine_config = EngineConfig(
             max_model_len=max_model_len,
+            mode=mode,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=page_size,

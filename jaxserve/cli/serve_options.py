@@ -52,6 +52,10 @@ ApiKey = Annotated[
 ApiKeyFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File with further keys, one on each line; # starts a comment line.")
 ]
+ModeName = Annotated[
+    Literal["local", "interactive", "server"],
+    typer.Option(help="Sizes left open: 4 sequences and a small cache; 1 and the longest context; all that fits."),
+]
 AdminApiKey = Annotated[
     list[str] | None,
     typer.Option(

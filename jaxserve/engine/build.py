@@ -16,6 +16,7 @@ from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import make_buckets
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.device_batch import Sizes
+from jaxserve.engine.memory_plan import MemoryPlan, OutOfMemoryError
 from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
@@ -34,10 +35,6 @@ _GIB = 1024**3
 _CPU_CACHE_BYTES = _GIB  # at most, for the KV cache on a CPU whose memory others use too
 
 
-class OutOfMemoryError(RuntimeError):
-    """The model or its KV cache does not fit the device."""
-
-
 @dataclass(frozen=True)
 class DeviceDefaults:
     """Sizes for a kind of device where the configuration leaves them open."""
@@ -50,6 +47,8 @@ class DeviceDefaults:
 _CPU_DEFAULTS = DeviceDefaults(max_num_seqs=8, max_num_batched_tokens=256, max_prefill_rows=4)
 # Of an H100: 790 TFLOP/s over 3.09 TB/s, at two operations and two bytes a weight.
 _GPU_BALANCED_TOKENS = 256
+_SEQUENCES_OF_MODE = {"local": 4, "interactive": 1}
+_LOCAL_CONTEXT = 8192  # tokens
 _GPU_DEFAULTS = DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=2048, max_prefill_rows=16)
 
 
@@ -166,6 +165,10 @@ def build_engine(
         program_folder=program_folder(),
     )
     runner.warm_up(progress)
+    usable, usable_as = usable_bytes(config, mesh)
+    plan = MemoryPlan(mesh.devices.flat[0].device_kind, runner.memory_use(), usable, usable_as, limits)
+    plan.check()
+    logger.info("%s", plan.table())
     client = EngineClient(
         config=dataclasses.replace(
             config,
@@ -213,16 +216,19 @@ def plan_limits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, cac
         OutOfMemoryError, ValueError: as `build_engine`.
     """
     defaults = _CPU_DEFAULTS if _platform(mesh) == "cpu" else _GPU_DEFAULTS
-    max_num_seqs = config.max_num_seqs or min(
-        defaults.max_num_seqs, config.max_num_batched_tokens or defaults.max_num_seqs
-    )
+    at_once = _SEQUENCES_OF_MODE.get(config.mode, defaults.max_num_seqs)
+    max_num_seqs = config.max_num_seqs or min(at_once, config.max_num_batched_tokens or at_once)
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
     wanted = config.max_model_len or model_config.max_position_embeddings
-    pages_wanted = max_num_seqs * -(-wanted // config.page_size)  # every slot at its longest
+    if config.mode == "local" and config.max_model_len is None:
+        wanted = min(wanted, _LOCAL_CONTEXT)
+    num_longest = 1 if config.mode in _SEQUENCES_OF_MODE else max_num_seqs  # that the cache is to hold
+    pages_wanted = num_longest * -(-wanted // config.page_size)
+    page_bytes = config.page_size * kv_bytes_per_token(model_config, cache_dtype) // mesh.size
     if config.num_pages is not None:
         num_pages = config.num_pages
+        _check_pages(num_pages, page_bytes, mesh)
     else:
-        page_bytes = config.page_size * kv_bytes_per_token(model_config, cache_dtype) // mesh.size
         free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs)
         num_pages = min(pages_wanted, free // page_bytes)
         if num_pages < 1:
@@ -247,6 +253,32 @@ def plan_limits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, cac
         num_pages=num_pages,
         static_batching=config.static_batching,
     )
+
+
+def _check_pages(num_pages: int, page_bytes: int, mesh: Mesh) -> None:
+    """Raises:
+    OutOfMemoryError: so many pages do not fit, even without work space.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        stats = device.memory_stats()
+        free = stats["bytes_limit"] - stats["bytes_in_use"]
+    if num_pages * page_bytes > free:
+        raise OutOfMemoryError(
+            f"{num_pages} KV pages need {num_pages * page_bytes / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are there: "
+            f"use --num-pages {free // page_bytes} at most, less what steps need to work"
+        )
+
+
+def usable_bytes(config: EngineConfig, mesh: Mesh) -> tuple[int, str]:
+    """Bytes of one device that the engine may take in all, and what they are."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory"
+    share = config.gpu_memory_utilization
+    return int(device.memory_stats()["bytes_limit"] * share), f"--gpu-memory-utilization {share:g} of the device's"
 
 
 def free_cache_bytes(

@@ -30,6 +30,10 @@ class ForwardExecutor(Protocol):
     """Runs the forward pass of one bucket. Cache and state are donated: the caller goes on with those of the result."""
 
     def __call__(self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array) -> ForwardResult: ...
+    @property
+    def programs(self) -> tuple[Any, ...]:
+        """The compiled programs that it runs."""
+        ...
 
 
 class WholeForward:
@@ -40,6 +44,10 @@ class WholeForward:
 
     def __call__(self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array) -> ForwardResult:
         return self._compiled(params, cache, state, packed)
+
+    @property
+    def programs(self) -> tuple[Any, ...]:
+        return (self._compiled,)
 
 
 class LayerwiseForward:
@@ -58,6 +66,10 @@ class LayerwiseForward:
             x, cache = self._layer(layer, index, x, cache, inputs)
         logits, hidden = self._end(outer, x, inputs)
         return ForwardResult(cache=cache, state=state, logits=logits, slots=inputs.slots, hidden=hidden)
+
+    @property
+    def programs(self) -> tuple[Any, ...]:
+        return self._begin, self._layer, self._end
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jaxserve.engine.decode_state import DecodeState, empty_state
 from jaxserve.engine.device_batch import Bucket, Sizes, pack
 from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.executors import ForwardCompiler, ForwardExecutor
+from jaxserve.engine.memory_plan import MemoryUse
 from jaxserve.engine.processor_state import (
     ProcessorState,
     empty_processors,
@@ -154,6 +155,17 @@ class ModelRunner:
                 self._run_sampling(mode, result.logits, result.slots)
         jax.block_until_ready(self._state)
 
+    def memory_use(self) -> MemoryUse:
+        """What everything takes of one device; after `warm_up`."""
+        programs = [program for forward in self._forward.values() for program in forward.programs]
+        programs += [*self._sample.values(), self._set_slot, self._prompt_logprobs]
+        return MemoryUse(
+            weights=_device_bytes(self._params),
+            kv_cache=_device_bytes(self._cache),
+            slots=_device_bytes((self._state, self._processors)),
+            work_space=max(_work_space(program) for program in programs),
+        )
+
     def launch_forward(self, batch: ScheduledBatch) -> PendingLogits:
         """Starts a step's forward pass and returns at once."""
         bucket = self._buckets.for_batch(batch)
@@ -282,6 +294,17 @@ class ModelRunner:
 
     def _like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
+
+
+def _device_bytes(arrays: Any) -> int:
+    """Bytes that arrays take of one device."""
+    return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(arrays))
+
+
+def _work_space(program: Any) -> int:
+    """Bytes of one device that a compiled program takes beside its arguments, as XLA has planned it."""
+    memory = program.memory_analysis()
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def zero_cache(config: ModelConfig, sizes: Sizes, mesh: Mesh, dtype: jnp.dtype) -> KVCache:

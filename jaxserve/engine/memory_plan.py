@@ -1,0 +1,94 @@
+"""Where a device's memory goes, for people: measured once everything is loaded and compiled. Host only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.engine.scheduler import SchedulerLimits
+
+_GIB = 1024**3
+
+
+class OutOfMemoryError(RuntimeError):
+    """The model or its KV cache does not fit the device."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of one device.
+
+    Attributes:
+        slots: what the device keeps of each sequence that runs, apart from keys and values.
+        work_space: what the neediest compiled program takes beside its arguments, activations included.
+    """
+
+    weights: int
+    kv_cache: int
+    slots: int
+    work_space: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.slots + self.work_space
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the engine takes of each device, and what that is good for.
+
+    Attributes:
+        usable: bytes of one device that may be taken.
+        usable_as: what those are, in words.
+    """
+
+    device: str
+    use: MemoryUse
+    usable: int
+    usable_as: str
+    limits: SchedulerLimits
+
+    @property
+    def left(self) -> int:
+        return self.usable - self.use.total
+
+    def check(self) -> None:
+        """Raises:
+        OutOfMemoryError: more is taken than may be; it tells how many pages fit, if any do.
+        """
+        if self.left >= 0:
+            return
+        page_bytes = self.use.kv_cache // self.limits.num_pages
+        fitting = (self.usable - self.use.total + self.use.kv_cache) // page_bytes
+        remedy = f"use --num-pages {fitting} or less" if fitting > 0 else "use a smaller model, or more devices"
+        raise OutOfMemoryError(
+            f"the engine needs {_gib(self.use.total)} GiB of {_gib(self.usable)} GiB ({self.usable_as}): weights "
+            f"{_gib(self.use.weights)}, KV pages {_gib(self.use.kv_cache)}, slots {_gib(self.use.slots)}, work space "
+            f"{_gib(self.use.work_space)}; {remedy}"
+        )
+
+    def table(self) -> str:
+        """Lines of text."""
+        limits = self.limits
+        tokens = limits.num_pages * limits.page_size
+        rows = [
+            ("weights", self.use.weights, ""),
+            ("KV pages", self.use.kv_cache, f"{limits.num_pages:,} of {limits.page_size} tokens"),
+            ("slots", self.use.slots, f"{limits.max_num_seqs:,} sequences at once"),
+            ("work space", self.use.work_space, "of the largest step, activations included"),
+            ("left", self.left, f"of {_gib(self.usable)} GiB: {self.usable_as}"),
+        ]
+        lines = [f"{name:<12}{_gib(size):>9}  {note}".rstrip() for name, size, note in rows]
+        return "\n".join([f"memory of each device ({self.device}), GiB:", *lines, self._capacity(tokens)])
+
+    def _capacity(self, tokens: int) -> str:
+        limits = self.limits
+        at_longest = tokens // (limits.pages_for(limits.longest_sequence) * limits.page_size)
+        text = f"the KV cache holds {tokens:,} tokens: {at_longest:,} x {limits.longest_sequence:,}"
+        if at_longest < limits.max_num_seqs:
+            each = limits.num_pages // limits.max_num_seqs * limits.page_size
+            text += f", or {limits.max_num_seqs:,} sequences of {each:,} tokens"
+        return text
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f}"

@@ -1,0 +1,94 @@
+"""Where memory goes: the table, the sizes of each mode, and what is said when it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import build
+from jaxserve.engine.build import make_engine_mesh, plan_limits
+from jaxserve.engine.memory_plan import MemoryPlan, MemoryUse, OutOfMemoryError
+from jaxserve.engine.scheduler import SchedulerLimits
+from tests.engine.scheduler_harness import make_limits
+from tests.tiny_engine import MODEL_CONFIG, tiny_engine
+
+GIB = 1024**3
+PLAN = MemoryPlan(
+    device="some card",
+    use=MemoryUse(weights=15 * GIB, kv_cache=50 * GIB, slots=GIB // 10, work_space=2 * GIB),
+    usable=72 * GIB,
+    usable_as="--gpu-memory-utilization 0.9 of the device's",
+    limits=make_limits(seqs=64, page_size=16, pages=25_600, max_len=8192),
+)
+
+
+def test_the_table_says_where_it_goes_and_what_it_is_good_for() -> None:
+    assert PLAN.table().splitlines() == [
+        "memory of each device (some card), GiB:",
+        "weights         15.00",
+        "KV pages        50.00  25,600 of 16 tokens",
+        "slots            0.10  64 sequences at once",
+        "work space       2.00  of the largest step, activations included",
+        "left             4.90  of 72.00 GiB: --gpu-memory-utilization 0.9 of the device's",
+        "the KV cache holds 409,600 tokens: 50 x 8,192, or 64 sequences of 6,400 tokens",
+    ]
+
+
+def test_what_fits_is_told_when_it_does_not() -> None:
+    PLAN.check()
+    tight = dataclasses.replace(PLAN, usable=60 * GIB)
+    with pytest.raises(OutOfMemoryError, match=r"67\.10 GiB of 60\.00 GiB.*use --num-pages 21964 or less"):
+        tight.check()
+    with pytest.raises(OutOfMemoryError, match="smaller model"):
+        dataclasses.replace(PLAN, usable=16 * GIB).check()
+
+
+def limits_of(**options: Any) -> SchedulerLimits:
+    config = EngineConfig(device="cpu", **options)
+    return plan_limits(MODEL_CONFIG, config, make_engine_mesh(config), jnp.dtype(jnp.float32))
+
+
+def test_modes_choose_what_is_left_open() -> None:
+    local, interactive, server = (limits_of(mode=mode) for mode in ("local", "interactive", "server"))
+    assert [limits.max_num_seqs for limits in (local, interactive, server)] == [4, 1, 8]
+    assert [limits.num_pages for limits in (local, interactive, server)] == [8, 8, 64]  # contexts of 128 tokens
+    assert {limits.max_model_len for limits in (local, interactive, server)} == {128}
+    assert limits_of(mode="interactive", max_num_seqs=3, max_model_len=64).max_num_seqs == 3
+    assert limits_of(mode="interactive", max_num_seqs=3, max_model_len=64).num_pages == 4
+
+
+def test_the_local_cache_is_small_though_the_context_is_long() -> None:
+    config = EngineConfig(device="cpu", mode="local")
+    long = dataclasses.replace(MODEL_CONFIG, max_position_embeddings=131_072)
+    limits = plan_limits(long, config, make_engine_mesh(config), jnp.dtype(jnp.float32))
+    assert limits.max_model_len == limits.num_pages * limits.page_size == 8192
+
+
+def test_more_pages_than_there_is_memory() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"use --num-pages \d+ at most"):
+        limits_of(num_pages=10**12)
+
+
+def test_what_is_told_at_start_was_measured(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.INFO, build.__name__)
+    plans: list[MemoryPlan] = []
+    check = MemoryPlan.check
+
+    def keep(plan: MemoryPlan) -> None:
+        plans.append(plan)
+        check(plan)
+
+    monkeypatch.setattr(MemoryPlan, "check", keep)
+    with tiny_engine(EngineConfig(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=4)):
+        (plan,) = plans
+    assert plan.table() in [record.getMessage() for record in caplog.records]
+    assert "the KV cache holds 32 tokens: 1 x 32" in plan.table()
+    head_bytes = 2 * MODEL_CONFIG.num_layers * MODEL_CONFIG.num_kv_heads * MODEL_CONFIG.head_dim * 4
+    assert plan.use.kv_cache == 32 * head_bytes
+    assert plan.use.weights > 4 * MODEL_CONFIG.vocab_size * MODEL_CONFIG.hidden_size
+    assert plan.use.work_space > 4 * MODEL_CONFIG.vocab_size  # a row of logits at least
