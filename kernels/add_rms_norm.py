@@ -3,6 +3,7 @@
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.kernels.add_rms_norm_mosaic_gpu import add_rms_norm_mosaic_gpu, unsupported_reason
@@ -14,7 +15,7 @@ Implementation = Literal["mosaic_gpu", "xla"]
 
 def add_rms_norm(
     x: Float[Array, "rows size"],
-    update: Float[Array, "rows size"],
+    update: Float[Array, "*parts rows size"],
     weight: Float[Array, " size"],
     eps: float,
     *,
@@ -24,7 +25,7 @@ def add_rms_norm(
 
     Args:
         x: the residual stream.
-        update: what is added to it, in x's dtype.
+        update: what is added to it, in x's dtype; or float32 [parts, rows, size], whose sum over the parts is added.
         weight: the norm's factors, in any float dtype. The norm is computed in float32 and rounded once, of the sum
             before or after its rounding.
         implementation: None takes the Hopper kernel where it can run and else the plain XLA program; on a GPU the
@@ -37,8 +38,12 @@ def add_rms_norm(
         ValueError: shapes or dtypes that do not fit together.
         NotImplementedError: implementation="mosaic_gpu" for a case that the kernel does not cover.
     """
-    if x.ndim != 2 or update.shape != x.shape or update.dtype != x.dtype:
-        raise ValueError(f"x {x.dtype}{x.shape} and update {update.dtype}{update.shape} must be alike, [rows, size]")
+    dtype = jnp.float32 if update.ndim == 3 else x.dtype
+    if x.ndim != 2 or update.shape[-2:] != x.shape or update.ndim > 3 or update.dtype != dtype:
+        raise ValueError(
+            f"x {x.dtype}{x.shape} and update {update.dtype}{update.shape} must be alike, [rows, size], or update float32 "
+            "[parts, rows, size]"
+        )
     if weight.shape != x.shape[1:]:
         raise ValueError(f"{weight.shape=} must be [size={x.shape[1]}]")
     if implementation not in (None, "mosaic_gpu", "xla"):

@@ -38,7 +38,7 @@ def unsupported_reason(x: Array) -> str | None:
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def add_rms_norm_mosaic_gpu(
     x: Float[Array, "rows size"],
-    update: Float[Array, "rows size"],
+    update: Float[Array, "*parts rows size"],
     weight: Float[Array, " size"],
     *,
     eps: float,
@@ -49,6 +49,7 @@ def add_rms_norm_mosaic_gpu(
     `interpret` takes `plgpu.InterpretGPUParams()` to run on a CPU.
     """
     rows, size = x.shape
+    has_parts = update.ndim == 3
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=_vector(size))
 
     def load(ref) -> Array:
@@ -60,8 +61,11 @@ def add_rms_norm_mosaic_gpu(
             plgpu.griddepcontrol_wait()
             plgpu.griddepcontrol_launch_dependents()
         row = lax.axis_index("row")
-        x, update, weight = load(x_ref.at[row]), load(update_ref.at[row]), load(weight_ref)
-        total = (x.astype(jnp.float32) + update.astype(jnp.float32)).astype(x.dtype)
+        updates = [update_ref.at[part, row] for part in range(update.shape[0])] if has_parts else [update_ref.at[row]]
+        x, weight, *updates = [load(ref) for ref in (x_ref.at[row], weight_ref, *updates)]
+        # Always in this order: the same bits in every run.
+        wide = x.astype(jnp.float32) + functools.reduce(jnp.add, [part.astype(jnp.float32) for part in updates])
+        total = wide.astype(x.dtype)
         total_ref[row] = total
         wide = total.astype(jnp.float32)
         scale = lax.rsqrt(jnp.sum(wide * wide) / size + eps)

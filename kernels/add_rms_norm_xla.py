@@ -6,10 +6,10 @@ from jaxtyping import Array, Float
 
 
 def add_rms_norm_xla(
-    x: Float[Array, "rows size"], update: Float[Array, "rows size"], weight: Float[Array, " size"], eps: float
+    x: Float[Array, "rows size"], update: Float[Array, "*parts rows size"], weight: Float[Array, " size"], eps: float
 ) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
     """Computes what `add_rms_norm` documents, from validated arguments."""
-    total = x + update
+    total = x + update if update.ndim == 2 else (x.astype(jnp.float32) + update.sum(axis=0)).astype(x.dtype)
     wide = total.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return total, (wide * scale * weight.astype(jnp.float32)[None]).astype(x.dtype)

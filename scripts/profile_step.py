@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--num-pages", type=int, default=8192)
     parser.add_argument("--kernels", type=int, default=14)
     parser.add_argument("--xla", default="", help="ops to run in plain XLA, such as decode_matmul,rope_write_kv")
+    parser.add_argument("--no-splits", action="store_true", help="products of few tokens in one piece")
     parser.add_argument("--output", default="/tmp/profile_step")
     options = parser.parse_args()
     config = preset_config(options.model)
@@ -115,7 +116,10 @@ def main() -> None:
             tokens, _, rows = part.partition("+")
             buckets.append(Bucket(int(rows or 0), PREFILL_ROWS, int(tokens)))
     state = jax.device_put(empty_state(sizes), replicated(mesh))
-    with use_xla(options.xla.split(",") if options.xla else []), ThreadPoolExecutor() as pool:
+    with (
+        use_xla(options.xla.split(",") if options.xla else [], splits=not options.no_splits),
+        ThreadPoolExecutor() as pool,
+    ):
         compiling = [pool.submit(compile_forward, factory, params, cache, state, bucket) for bucket in buckets]
         programs = [future.result() for future in compiling]
     print(f"everything compiled after {time.perf_counter() - started:.1f} s", flush=True)
@@ -124,13 +128,16 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def use_xla(ops: list[str]) -> Iterator[None]:
+def use_xla(ops: list[str], *, splits: bool) -> Iterator[None]:
     """Has these ops of the model run in plain XLA, to show what their kernels bring."""
     with contextlib.ExitStack() as stack:
         for op in ops:
             module = next(module for module in (llama, linear) if hasattr(module, op))
             plain = partial(getattr(module, op), implementation="xla")
             stack.enter_context(mock.patch.object(module, op, plain))
+        if not splits:
+            for module in (llama, linear):
+                stack.enter_context(mock.patch.object(module, "num_parts", return_value=1))
         yield
 
 

@@ -23,7 +23,7 @@ from jaxserve.sharding.placement import replicated
 
 def has_many_tokens(bucket: Bucket) -> bool:
     """Whether cuBLAS's kernels are the best for a step's products, as measured on an H100."""
-    return bucket.prefill_tokens > 0 or bucket.decode_rows > 8
+    return bucket.prefill_tokens > 0 or bucket.decode_rows > 1
 
 
 class ForwardExecutor(Protocol):

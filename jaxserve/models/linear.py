@@ -9,9 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxserve.kernels.hopper import missing_device
 from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
 from jaxserve.models.quantization import QuantizedWeight, split_axes
 from jaxserve.sharding.collectives import Collectives
+
+# A product of so few tokens has too few columns to draw an H100's whole bandwidth: its inputs are cut into parts.
+_FEW_TOKENS = 32
+_PARTS = 4
 
 
 def column_parallel(
@@ -26,12 +31,29 @@ def row_parallel(
     w: Float[Array, "... n"] | QuantizedWeight,
     bias: Float[Array, " n"] | None,
     collectives: Collectives,
-) -> Float[Array, "tokens n"]:
+) -> Float[Array, "*parts tokens n"]:
     """x @ w + bias, where x and w are this device's part of k: the product is summed over devices.
 
-    w's input axes are taken as one.
+    w's input axes are taken as one. The result may be float32 parts that are still to be added up: `add_rms_norm` does
+    that on the way, which saves a kernel.
     """
-    return add_bias(collectives.all_reduce(_product(x, w)), bias)
+    parts = num_parts(x.shape[0], w, bias, collectives)
+    if parts == 1:
+        return add_bias(collectives.all_reduce(_product(x, w)), bias)
+    w = w.reshape(parts, x.shape[1] // parts, -1)  # pyright: ignore[reportAttributeAccessIssue] - not quantized
+    return jnp.einsum("tpk,pkn->ptn", x.reshape(-1, parts, w.shape[1]), w, preferred_element_type=jnp.float32)
+
+
+def num_parts(
+    tokens: int, w: Float[Array, "... n"] | QuantizedWeight, bias: Float[Array, " n"] | None, collectives: Collectives
+) -> int:
+    """How many parts `row_parallel` leaves for so many tokens; 1: the result itself."""
+    if isinstance(w, QuantizedWeight) or bias is not None or collectives.size > 1 or missing_device() is not None:
+        return 1
+    # XLA turns parts of a single token into sums over converted and transposed weights.
+    return (
+        _PARTS if 1 < tokens <= _FEW_TOKENS and w.dtype == jnp.bfloat16 and math.prod(w.shape[:-1]) % _PARTS == 0 else 1
+    )
 
 
 def swiglu(

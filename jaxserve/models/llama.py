@@ -18,7 +18,7 @@ from jaxserve.kernels.rope_write_kv import rope_write_kv
 from jaxserve.models.batch import Batch
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.layers import embed, rms_norm
-from jaxserve.models.linear import add_bias, column_parallel, head_scores, row_parallel, swiglu
+from jaxserve.models.linear import add_bias, column_parallel, head_scores, num_parts, row_parallel, swiglu
 from jaxserve.models.params import LayerParams, LlamaParams
 from jaxserve.models.rope import RopeTables, inverse_frequencies, rope_tables
 from jaxserve.sharding.collectives import Collectives
@@ -30,11 +30,11 @@ class Stream:
 
     Attributes:
         residual: what all blocks but the last one left.
-        update: what the last block adds to it.
+        update: what the last block adds to it; perhaps in float32 parts, whose sum that is.
     """
 
     residual: Float[Array, "tokens hidden"]
-    update: Float[Array, "tokens hidden"]
+    update: Float[Array, "*parts tokens hidden"]
 
 
 def forward(
@@ -44,7 +44,7 @@ def forward(
 
     Runs inside `jax.shard_map`: `params` and `cache` are this device's shards, `batch` and the result are replicated.
     """
-    stream = embed_tokens(params, batch, collectives=collectives)
+    stream = _like_between_layers(embed_tokens(params, batch, collectives=collectives), params.layers[0], collectives)
     rope = rotary_tables(batch, config=config)
     # Traced and lowered once for all layers; XLA inlines the calls.
     one_layer = jax.jit(partial(decoder_layer, config=config, collectives=collectives))
@@ -58,6 +58,14 @@ def embed_tokens(params: LlamaParams, batch: Batch, *, collectives: Collectives)
     with jax.named_scope("embed"):
         x = embed(params.embedding, batch.token_ids, collectives)
         return Stream(residual=x, update=jnp.zeros_like(x))
+
+
+def _like_between_layers(stream: Stream, layer: LayerParams, collectives: Collectives) -> Stream:
+    """The stream before the first layer in the form that it has before all others, so that one trace serves them all."""
+    parts = num_parts(stream.residual.shape[0], layer.w_down, layer.b_down, collectives)
+    if parts == 1:
+        return stream
+    return Stream(residual=stream.residual, update=jnp.zeros((parts, *stream.residual.shape), jnp.float32))
 
 
 def rotary_tables(batch: Batch, *, config: ModelConfig) -> RopeTables:

@@ -23,6 +23,11 @@ def test_hopper_kernel_matches_the_definition(rows: int, size: int):
     check(make_arrays(rows, size), functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu"))
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_hopper_kernel_adds_parts_up(rows: int):
+    check(make_arrays(rows, 4096, parts=4), functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu"))
+
+
 def test_falls_back_where_the_kernel_cannot_run_and_says_so_once(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -30,10 +30,22 @@ def test_hopper_kernel_matches_the_definition(rows: int, size: int):
     check(make_arrays(rows, size), interpreted)
 
 
+def test_adds_parts_up():
+    check(make_arrays(3, 256, parts=4), functools.partial(add_rms_norm, eps=EPS))
+
+
+@needs_mosaic
+def test_hopper_kernel_adds_parts_up():
+    interpreted = functools.partial(add_rms_norm_mosaic_gpu, eps=EPS, interpret=plgpu.InterpretGPUParams())
+    check(make_arrays(3, 256, parts=4), interpreted)
+
+
 def test_says_what_does_not_fit():
     x, update, weight = make_arrays(2, 128)
     with pytest.raises(ValueError, match="must be alike"):
         add_rms_norm(x, update[:1], weight, EPS)
+    with pytest.raises(ValueError, match="must be alike"):
+        add_rms_norm(x, update[None], weight, EPS)  # parts are float32
     with pytest.raises(ValueError, match=r"weight\.shape"):
         add_rms_norm(x, update, weight[:5], EPS)
     with pytest.raises(ValueError, match="implementation="):
