@@ -16,10 +16,11 @@ from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import make_buckets
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.device_batch import Sizes
+from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import MemoryPlan, OutOfMemoryError
 from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.runner import ModelRunner
-from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_pace import StepPace
 from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.models.kv_cache import kv_bytes_per_token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.engine.scheduler import SchedulerLimits
+from jaxserve.engine.limits import SchedulerLimits
 
 _GIB = 1024**3
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.request import FinishReason, Request, RequestOutput
 from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
-from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.step_pace import StepPace
 from jaxserve.engine.waiting_queue import SchedulingOrder

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence as Tokens
 from typing import Any
 
+from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.request import FinishReason, Request, RequestOutput, token_bytes
 from jaxserve.engine.schedule import ScheduledBatch
-from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 from jaxserve.sampling_params import SamplingParams
 from tests.engine.fake_device import FakeRunner, solo_tokens

@@ -12,8 +12,8 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.engine import build
 from jaxserve.engine.build import make_engine_mesh, plan_limits
+from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import MemoryPlan, MemoryUse, OutOfMemoryError
-from jaxserve.engine.scheduler import SchedulerLimits
 from tests.engine.scheduler_harness import make_limits
 from tests.tiny_engine import MODEL_CONFIG, tiny_engine
 

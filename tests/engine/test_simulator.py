@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import SchedulingPolicy
+from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.schedule import ScheduledBatch
-from jaxserve.engine.scheduler import SchedulerLimits
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.simulator import (
     LLAMA_8B_ON_H100,
