@@ -198,7 +198,7 @@ def _gauges(stats: Stats) -> list[tuple[str, str, float]]:
 
 def _counters(stats: Stats) -> list[tuple[str, str, float]]:
     return [
-        ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+        ("prompt_tokens", "Tokens of prompts that were begun.", stats.prompt_tokens),
         ("generation_tokens", "Tokens generated.", stats.generation_tokens),
         ("num_preemptions", "Sequences that gave their pages up for others.", stats.num_preemptions),
         ("engine_steps", "Steps of the engine.", stats.num_steps),
