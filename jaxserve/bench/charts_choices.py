@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from jaxserve.bench.charts import COLOURS, INK, draw_step_floor, finish, line_style, load_axis, new_figure
 from jaxserve.bench.results import Series
@@ -129,7 +130,7 @@ def batching(series: Sequence[Series]) -> Figure | None:
             snapshots = with_timeline[-1].timeline
             right.step([each.time for each in snapshots], [each.num_running for each in snapshots], where="post",
                        color=COLOURS[number], label=label, linewidth=1.5)  # fmt: skip
-    _bandwidth_limit(left, continuous, kind)
+    has_limit = _bandwidth_limit(left, continuous, kind)
     for axes in (left, middle):
         load_axis(axes, [static, continuous], kind)
     left.set_ylabel("output tokens a second")
@@ -138,21 +139,25 @@ def batching(series: Sequence[Series]) -> Figure | None:
     right.set_xlabel("seconds since the start, highest load")
     for axes in (left, middle, right):
         axes.set_ylim(bottom=0)
-    finish(left, "Throughput (dashed: the floor's)")
+    finish(left, "Throughput (dashed: the floor's)" if has_limit else "Throughput (the floor's is out of view)")
+    right.yaxis.set_major_locator(MaxNLocator(integer=True))
     finish(middle, "Time to first token")
     finish(right, "Batch size over time")
     return figure
 
 
-def _bandwidth_limit(axes: Axes, part: Series, kind: str) -> None:
-    """What the floor of the same batches would give, as far as it lies in view."""
+def _bandwidth_limit(axes: Axes, part: Series, kind: str) -> bool:
+    """Draws what the floor of the same batches would give, where it lies in view."""
     summaries = [point.summary for point in part.of_kind(kind) if point.summary.floor_ms]
-    if summaries:
-        high = axes.get_ylim()[1]
-        loads = [summary.load.value for summary in summaries]
-        limit = [summary.mean_running / (summary.floor_ms or 1.0) * 1e3 for summary in summaries]
-        axes.plot(loads, limit, color=COLOURS[0], linestyle="--", linewidth=1, alpha=0.6)
-        axes.set_ylim(0, min(3 * high, max(high, *limit)))
+    limit = [summary.mean_running / (summary.floor_ms or 1.0) * 1e3 for summary in summaries]
+    high = axes.get_ylim()[1]
+    if len(summaries) < 2 or limit[1] > 3 * high:
+        return False
+    axes.plot(
+        [summary.load.value for summary in summaries], limit, color=COLOURS[0], linestyle="--", linewidth=1, alpha=0.6
+    )
+    axes.set_ylim(0, min(3 * high, max(high, *limit)))
+    return True
 
 
 def _is_plain(part: Series) -> bool:

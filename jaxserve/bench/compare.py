@@ -104,10 +104,11 @@ def _by_round(records: Sequence[RequestRecord], value: Callable[[RequestRecord],
 
 def _resampled_means(rounds: list[np.ndarray], random: np.random.Generator) -> np.ndarray:
     """Means of samples with replacement: of rounds first, since requests of one round have much in common."""
-    means = np.empty(_SAMPLES)
-    for sample in range(_SAMPLES):
-        chosen = random.integers(0, len(rounds), len(rounds))
-        means[sample] = np.mean(
-            np.concatenate([random.choice(rounds[number], len(rounds[number])) for number in chosen])
-        )
-    return means
+    # One table of resampled means for each round, so that a sample only has to choose among them.
+    tables = [
+        random.choice(values, (_SAMPLES, len(values))).mean(axis=1) * len(values) for values in rounds
+    ]  # sums, so that longer rounds weigh more
+    chosen = random.integers(0, len(rounds), (_SAMPLES, len(rounds)))
+    sums = np.stack(tables, axis=1)[np.arange(_SAMPLES)[:, None], chosen].sum(axis=1)
+    counts = np.asarray([len(values) for values in rounds])[chosen].sum(axis=1)
+    return sums / counts

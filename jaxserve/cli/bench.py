@@ -23,6 +23,7 @@ from jaxserve.cli.options import (
     SchedulingPolicyName,
     Verbose,
 )
+from jaxserve.cli.profile import kernels
 from jaxserve.cli.progress import progress_on
 
 if TYPE_CHECKING:
@@ -237,6 +238,6 @@ def build_bench() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.command("run")(run)
-    for command in (sweep, report, compare):
+    for command in (sweep, report, compare, kernels):
         app.command()(command)
     return app

@@ -13,6 +13,7 @@ from jaxserve.cli.chat import chat
 from jaxserve.cli.convert import convert
 from jaxserve.cli.export import export
 from jaxserve.cli.inspect import inspect
+from jaxserve.cli.profile import profile
 from jaxserve.cli.pull import pull
 from jaxserve.cli.serve import serve
 
@@ -59,7 +60,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(options)
-    for command in (chat, serve, pull, convert, export, inspect, version):
+    for command in (chat, serve, pull, convert, export, inspect, profile, version):
         app.command()(command)
     app.add_typer(build_bench())
     return app

@@ -169,28 +169,35 @@ def test_runs_with_nothing_in_common_cannot_be_compared(tmp_path: Path) -> None:
         compare([one], [other])
 
 
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep's folder with its report."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("sweep")
+    write_sweep(folder)
+    code, output = command("report", str(folder), "--slo-tpot-ms", "8", "--title", "A <study>")
+    assert code == 0, output
+    return folder
+
+
 def command(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(build_app(), ["bench", *arguments])
     return result.exit_code, result.output
 
 
-def test_the_report_is_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write_sweep(tmp_path)
-    code, output = command("report", str(tmp_path), "--slo-tpot-ms", "8", "--title", "A <study>")
-    assert code == 0, output
-    page = (tmp_path / "report.html").read_text()
+def test_the_report_is_one_file_that_needs_nothing_else(reported: Path) -> None:
+    page = (reported / "report.html").read_text()
     assert "A &lt;study&gt;" in page and "the best configuration is TP2 with 64 requests" in page
     assert not re.search(r'(src|href)="(?!#)', page.replace("http://www.w3.org", "")) and "@import" not in page
-    drawn = {path.stem for path in (tmp_path / "charts").glob("*.svg")}
+    drawn = {path.stem for path in (reported / "charts").glob("*.svg")}
     assert drawn >= {
         "tradeoff", "latency-by-concurrency", "latency-by-rate", "parallelism", "speculation", "batching",
         "utilization", "timeline-1",
     }  # fmt: skip
-    assert {path.stem for path in (tmp_path / "charts").glob("*.png")} == drawn
+    assert {path.stem for path in (reported / "charts").glob("*.png")} == drawn
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids)), "two charts share an id: one would be drawn with the other's shapes"
-    data = json.loads((tmp_path / "summary.json").read_text())
+    data = json.loads((reported / "summary.json").read_text())
     assert len(data["runs"]) == 6 and data["verdict"].startswith("Under a goal of 8 ms")
 
 
@@ -208,18 +215,15 @@ def svg_texts(path: Path) -> list[str]:
     return ["".join(node.itertext()).strip() for node in ElementTree.parse(path).iter() if node.tag.endswith("}text")]
 
 
-def test_axes_have_their_units_and_points_their_loads(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write_sweep(tmp_path)
-    command("report", str(tmp_path))
-    texts = svg_texts(tmp_path / "charts" / "tradeoff.svg")
+def test_axes_have_their_units_and_points_their_loads(reported: Path) -> None:
+    texts = svg_texts(reported / "charts" / "tradeoff.svg")
     assert "time per output token, mean (ms)" in texts and "output tokens a second for each device" in texts
     assert texts.count("64") >= 5  # each curve's last point
-    texts = svg_texts(tmp_path / "charts" / "latency-by-rate.svg")
+    texts = svg_texts(reported / "charts" / "latency-by-rate.svg")
     assert "requests a second" in texts and "time to first token (ms)" in texts
     assert any(
         text.startswith("data parallelism is faster from ")
-        for text in svg_texts(tmp_path / "charts" / "parallelism.svg")
+        for text in svg_texts(reported / "charts" / "parallelism.svg")
     )
 
 

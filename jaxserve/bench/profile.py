@@ -1,0 +1,209 @@
+"""One decode window of a running engine under the profiler: where the time of a step goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.bench.floor import Ceiling
+from jaxserve.bench.in_process import InProcessTarget
+from jaxserve.bench.records import RequestRecord
+from jaxserve.bench.workload import Prompts
+from jaxserve.bench.workload_files import Task
+from jaxserve.config import ModelConfig
+from jaxserve.engine.client import EngineClient
+from jaxserve.models.kv_cache import kv_bytes_per_token
+
+KeyT = TypeVar("KeyT")
+
+_LONGEST_OUTPUT = 4000
+
+# The named scopes of a forward pass, innermost last where one lies in another.
+SCOPES = ("embed", "rope", "qkv", "rope_write_kv", "attention", "output", "mlp", "final_norm", "lm_head")
+
+
+@dataclass(frozen=True)
+class KernelEvent:
+    """One run of a kernel on the device; times in seconds.
+
+    Attributes:
+        scope: which paragraph of the forward pass it belongs to, "" where the trace does not tell.
+    """
+
+    name: str
+    scope: str
+    start: float
+    duration: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """A decode window: its kernels, how many steps it had, and how long it was.
+
+    Attributes:
+        context: tokens in the cache of a sequence, in the middle of the window.
+        host_gap: 1 - (time in which some kernel ran / time from the first to the last).
+    """
+
+    events: list[KernelEvent]
+    num_steps: int
+    seconds: float
+    context: float
+
+    @property
+    def host_gap(self) -> float:
+        if not self.events:
+            return 0.0
+        span = max(event.start + event.duration for event in self.events) - min(event.start for event in self.events)
+        return 1.0 - busy_seconds(self.events) / span if span else 0.0
+
+
+def busy_seconds(events: Iterable[KernelEvent]) -> float:
+    """Time in which at least one of them ran."""
+    total, end = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event.start):
+        stop = event.start + event.duration
+        total += max(0.0, stop - max(end, event.start))
+        end = max(end, stop)
+    return total
+
+
+def profile_decode(
+    engine: EngineClient, *, concurrency: int, context: int, num_steps: int, folder: Path, timeout: float = 300.0
+) -> Window:
+    """Has `concurrency` sequences decode from `context` tokens on, and traces about `num_steps` steps.
+
+    The folder gets the profiler's files, among them one for Perfetto (https://ui.perfetto.dev).
+
+    Raises:
+        ValueError: the engine has no room for them.
+        TimeoutError: it takes longer than `timeout` seconds.
+    """
+    if context + num_steps >= engine.max_model_len or concurrency > (engine.config.max_num_seqs or concurrency):
+        raise ValueError(
+            f"{concurrency} sequences of {context + num_steps} tokens do not fit "
+            f"max_num_seqs={engine.config.max_num_seqs} and max_model_len={engine.max_model_len}"
+        )
+    task = Task(context, min(engine.max_model_len - context, _LONGEST_OUTPUT))
+    target = InProcessTarget(engine, Prompts(engine.model_config.vocab_size, longest=context), temperature=0.0)
+    stopping = threading.Event()
+
+    def start_again(record: RequestRecord) -> None:
+        """Holds the load, however long the profiler takes to start."""
+        if not stopping.is_set():
+            target.start(record.index, task, start_again)
+
+    before = engine.stats().generation_tokens
+    for index in range(concurrency):
+        target.start(index, task, start_again)
+    try:
+        deadline = time.monotonic() + timeout
+        # Twice as many tokens as sequences: by then all of them decode, or nearly.
+        _wait(lambda: engine.stats().generation_tokens >= before + 2 * concurrency, deadline)
+        with jax.profiler.trace(str(folder), create_perfetto_trace=True):
+            first, started = engine.stats(), time.perf_counter()
+            _wait(lambda: engine.stats().num_steps >= first.num_steps + num_steps, deadline)
+            last, seconds = engine.stats(), time.perf_counter() - started
+    finally:
+        stopping.set()
+        target.stop()
+    paths = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    decoded = ((first.generation_tokens + last.generation_tokens) / 2 - before) / concurrency
+    return Window(read_events(paths[-1]), last.num_steps - first.num_steps, seconds, context + decoded % task.output)
+
+
+def _wait(condition: Callable[[], bool], deadline: float) -> None:
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the engine did not get through the window in time")
+        time.sleep(0.001)
+
+
+def read_events(path: Path) -> list[KernelEvent]:
+    """Kernels of a profile: those on a GPU's streams; on a CPU, what XLA ran."""
+    planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+    gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+    found = []
+    for plane in gpus[:1] or planes:
+        for line in plane.lines:
+            if gpus and not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                statistics = {str(key): value for key, value in event.stats if key is not None}
+                if not gpus and "hlo_op" not in statistics:
+                    continue
+                origin = str(statistics.get("tf_op") or statistics.get("name") or "")
+                scope = scope_of(origin, event.name)
+                found.append(KernelEvent(event.name, scope, event.start_ns * 1e-9, event.duration_ns * 1e-9))
+    return found
+
+
+def scope_of(origin: str, kernel: str) -> str:
+    """The innermost known scope in a path such as "jit(forward)/mlp/dot_general"; else by the kernel's own name."""
+    for part in reversed(origin.split("/")):
+        if part in SCOPES:
+            return part
+    for name, scope in (("attention", "attention"), ("rope_write", "rope_write_kv")):
+        if name in kernel:
+            return scope
+    return ""
+
+
+def scope_floors(
+    config: ModelConfig, dtype: jnp.dtype, ceiling: Ceiling, *, batch: int, context: float, num_devices: int
+) -> dict[str, float]:
+    """Seconds that each paragraph of one step takes at least, for the weights and pages that it reads."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    layer = {
+        "qkv": hidden * (config.num_heads + 2 * config.num_kv_heads) * head_dim,
+        "output": config.num_heads * head_dim * hidden,
+        "mlp": 3 * hidden * config.intermediate_size,
+    }
+    floors = {name: config.num_layers * count * dtype.itemsize / ceiling.bandwidth for name, count in layer.items()}
+    floors["lm_head"] = hidden * config.vocab_size * dtype.itemsize / ceiling.bandwidth
+    floors["attention"] = batch * context * kv_bytes_per_token(config, dtype) / ceiling.bandwidth
+    return {name: seconds / num_devices for name, seconds in floors.items()}
+
+
+def format_window(window: Window, floors: dict[str, float], *, most: int) -> str:
+    """Where the time of a step went: by paragraph with its floor, and by kernel."""
+    lines = [
+        f"{window.num_steps} steps in {window.seconds * 1e3:.1f} ms: {window.seconds / window.num_steps * 1e3:.3f} ms a "
+        f"step, {len(window.events) / window.num_steps:.0f} kernels a step, host gap {window.host_gap:.1%}",
+        "",
+        f"{'us a step':>10}  {'floor':>8}  {'share':>6}  paragraph",
+    ]
+    by_scope = _sums(window, lambda event: event.scope or "(other)")
+    for scope, (seconds, _) in by_scope:
+        floor = floors.get(scope)
+        floor_text, share = (f"{floor * 1e6:.1f}", f"{floor / seconds:.0%}") if floor and seconds else ("-", "-")
+        lines.append(f"{seconds * 1e6:10.1f}  {floor_text:>8}  {share:>6}  {scope}")
+    total = sum(seconds for _, (seconds, _) in by_scope)
+    floor = sum(floors.values())
+    lines.append(f"{total * 1e6:10.1f}  {floor * 1e6:8.1f}  {floor / total if total else 0:6.0%}  all")
+    lines += ["", f"{'us a step':>10}  {'a step':>7}  {'paragraph':<14}  kernel"]
+    for (scope, name), (seconds, count) in _sums(window, lambda event: (event.scope or "-", event.name))[:most]:
+        lines.append(f"{seconds * 1e6:10.1f}  {count:7.1f}  {scope:<14}  {name[:80]}")
+    return "\n".join(lines)
+
+
+def _sums(window: Window, key: Callable[[KernelEvent], KeyT]) -> Sequence[tuple[KeyT, tuple[float, float]]]:
+    """Seconds and runs in one step by key, most time first."""
+    seconds: dict[KeyT, float] = defaultdict(float)
+    counts: dict[KeyT, int] = defaultdict(int)
+    for event in window.events:
+        name = key(event)
+        seconds[name] += event.duration / window.num_steps
+        counts[name] += 1
+    return sorted(
+        ((name, (total, counts[name] / window.num_steps)) for name, total in seconds.items()),
+        key=lambda row: -row[1][0],
+    )

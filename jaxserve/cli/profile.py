@@ -1,0 +1,126 @@
+"""`jaxserve profile` and `jaxserve bench kernels`: where the time of a step goes, and what each kernel takes alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxserve.cli.bench_options import parse_counts
+from jaxserve.cli.errors import reported_errors
+from jaxserve.cli.logs import configure_logging
+from jaxserve.cli.options import DeviceName, DTypeName, KVCacheDTypeName, QuantizationName, Verbose
+from jaxserve.cli.progress import progress_on
+
+
+def profile(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for `jaxserve bench`.")],
+    concurrency: Annotated[int, typer.Option(metavar="COUNT", help="Sequences that decode.")] = 1,
+    context: Annotated[int, typer.Option(metavar="TOKENS", help="In the cache of each of them, at the start.")] = 400,
+    steps: Annotated[int, typer.Option(metavar="COUNT", help="That are traced.")] = 20,
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="For the trace.")] = Path("profile"),
+    kernels: Annotated[int, typer.Option(metavar="COUNT", help="Rows of the table of kernels.")] = 25,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    quantization: QuantizationName = None,
+    kv_cache_dtype: KVCacheDTypeName = "auto",
+    max_num_seqs: Annotated[int | None, typer.Option(metavar="COUNT", help="Sequences that run at once.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(metavar="COUNT", help="Longest sequence in tokens.")] = None,
+    dtype: DTypeName = "auto",
+    device: DeviceName = "auto",
+    verbose: Verbose = 0,
+) -> None:
+    """Trace one decode window: time and floor by paragraph of the forward pass and by kernel, host gap, Perfetto file."""
+    configure_logging(verbose)
+    with reported_errors(verbose):
+        # Here and not at the top: it brings jax, which --help need not wait for.
+        import jax.numpy as jnp
+
+        from jaxserve.bench.engine_run import ceiling_of, devices_of, engine_config, start_engine
+        from jaxserve.bench.profile import format_window, profile_decode, scope_floors
+
+        settings = {
+            "tensor_parallel_size": tensor_parallel_size, "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len,
+            "dtype": dtype, "device": device, "enable_prefix_caching": False,
+        }  # fmt: skip
+        engine = start_engine(model, engine_config(settings), progress_on())
+        try:
+            window = profile_decode(engine, concurrency=concurrency, context=context, num_steps=steps, folder=output)
+            floors = scope_floors(
+                engine.model_config, jnp.dtype(engine.config.dtype), ceiling_of(engine), batch=concurrency,
+                context=window.context, num_devices=devices_of(engine.config),
+            )  # fmt: skip
+        finally:
+            engine.shutdown()
+        typer.echo(f"{model}, {engine.device_kind}, {concurrency} sequences at about {window.context:.0f} tokens")
+        typer.echo(format_window(window, floors, most=kernels))
+        for path in sorted(output.rglob("perfetto_trace.json.gz"))[-1:]:
+            typer.echo(f"trace for https://ui.perfetto.dev: {path}")
+
+
+def kernels(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Architecture whose shapes are timed.")] = "llama-3-8b",
+    rows: Annotated[str, typer.Option(metavar="LIST", help="Of the products.")] = "1,16,64",
+    attention: Annotated[str, typer.Option(metavar="LIST", help="BATCHxTOKENS of decode attention.")] = (
+        "1x1024,8x330,8x1024,16x8192,32x1024,64x330,64x1024"
+    ),
+    prefill: Annotated[str, typer.Option(metavar="LIST", help="Tokens of prefill attention.")] = "256,1024,4096",
+    page_size: Annotated[int, typer.Option(metavar="COUNT", help="Tokens that a KV page holds.")] = 16,
+    dtype: DTypeName = "auto",
+    calls: Annotated[str, typer.Option(metavar="FEW,MANY", help="Calls of the two programs timed.")] = "4,24",
+    verbose: Verbose = 0,
+) -> None:
+    """Time each kernel alone at a model's shapes: bytes, bandwidth, share of the measured ceiling."""
+    configure_logging(verbose)
+    with reported_errors(verbose):
+        import jax
+        import jax.numpy as jnp
+
+        from jaxserve.bench.floor import device_ceiling
+        from jaxserve.bench.kernels import format_kernels, kernel_cases, time_kernel
+        from jaxserve.config import EngineConfig
+        from jaxserve.engine.build import make_engine_mesh, resolve_dtype
+        from jaxserve.models.presets import preset_config
+
+        few, many = parse_calls(calls)
+        config = EngineConfig(dtype=dtype)
+        cases = kernel_cases(
+            preset_config(model), jnp.dtype(resolve_dtype(config, make_engine_mesh(config))),
+            rows=parse_counts(rows, "--rows"), attention=parse_shapes(attention),
+            prefill=parse_counts(prefill, "--prefill"), page_size=page_size,
+        )  # fmt: skip
+        device = jax.devices()[0]
+        ceiling = device_ceiling(device)
+        times = []
+        for case in cases:
+            times.append(time_kernel(case, calls=(few, many)))
+            typer.echo(f"  {case.kernel} {case.shape}: {times[-1].seconds * 1e6:.1f} us", err=True)
+        typer.echo(
+            f"{device.device_kind}, jax {jax.__version__}, ceiling {ceiling.bandwidth / 1e9:.0f} GB/s, "
+            f"{ceiling.matrix_rate / 1e12:.1f} TFLOP/s ({ceiling.origin})"
+        )
+        typer.echo(format_kernels(times, ceiling))
+
+
+def parse_calls(text: str) -> tuple[int, int]:
+    """Raises:
+    ValueError: not two rising numbers.
+    """
+    counts = parse_counts(text, "--calls")
+    if len(counts) != 2 or counts[0] >= counts[1]:
+        raise ValueError(f"--calls {text!r} must be two rising numbers, such as 4,24")
+    return counts[0], counts[1]
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """Raises:
+    ValueError: not a list such as 1x1024,8x330.
+    """
+    shapes = []
+    for part in text.split(","):
+        batch, _, length = part.partition("x")
+        if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):
+            raise ValueError(f"--attention {text!r} must be a list of BATCHxTOKENS, such as 1x1024,8x330")
+        shapes.append((int(batch), int(length)))
+    return shapes

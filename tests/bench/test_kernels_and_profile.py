@@ -1,0 +1,133 @@
+"""What each kernel takes alone, and where the time of a decode step goes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.bench.floor import Ceiling
+from jaxserve.bench.kernels import KernelTime, format_kernels, kernel_cases, time_kernel
+from jaxserve.bench.profile import (
+    KernelEvent,
+    Window,
+    busy_seconds,
+    format_window,
+    profile_decode,
+    scope_floors,
+    scope_of,
+)
+from jaxserve.cli.profile import parse_calls, parse_shapes
+from jaxserve.config import EngineConfig
+from jaxserve.models.presets import preset_config
+from tests.tiny_engine import MODEL_CONFIG, tiny_engine
+
+CEILING = Ceiling(1e12, 1e15, "table")
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+
+def test_the_cases_count_what_a_call_must_read_and_write() -> None:
+    cases = {
+        (case.kernel, case.shape): case
+        for case in kernel_cases(
+            preset_config("llama-3-8b"), BFLOAT16, rows=[1, 64], attention=[(8, 1024)], prefill=[256], page_size=16
+        )
+    }
+    assert cases["product qkv", "1 x 4096 x 6144"].num_bytes == 2 * (4096 * 6144 + 4096 + 6144)
+    assert cases["product gate-up", "64 x 4096 x 14336"].num_bytes == 2 * (2 * 4096 * 14336 + 64 * (4096 + 14336))
+    assert cases["product gate-up", "64 x 4096 x 14336"].operations == 2 * 64 * 2 * 4096 * 14336
+    # 8 rows of 1024 tokens, keys and values of 8 KV heads; queries in and results out of 32 heads.
+    assert cases["decode attention", "8 x 1024"].num_bytes == 8 * 1024 * 4096 + 2 * 2 * 8 * 32 * 128
+    assert cases["prefill attention", "256"].operations == 4 * (256 * 257 // 2) * 32 * 128
+    assert {kernel for kernel, _ in cases} == {
+        "product qkv", "product output", "product gate-up", "product down", "product head", "decode attention",
+        "prefill attention", "rope and KV write",
+    }  # fmt: skip
+
+
+def test_every_kernel_runs_at_its_shape() -> None:
+    cases = kernel_cases(MODEL_CONFIG, jnp.dtype(jnp.float32), rows=[2], attention=[(2, 20)], prefill=[12], page_size=4)
+    for case in cases:
+        x, arrays, step = case.make()
+        out, _ = jax.jit(step, static_argnums=0)(1, x, arrays)
+        assert out.shape == x.shape and out.dtype == x.dtype, case.kernel
+        assert bool(jnp.isfinite(out).all()) and bool((out != x).any()), case.kernel
+
+
+def test_a_kernel_is_timed() -> None:
+    case = next(
+        iter(kernel_cases(MODEL_CONFIG, jnp.dtype(jnp.float32), rows=[2], attention=[], prefill=[], page_size=4))
+    )
+    seconds = time_kernel(case, calls=(1, 60)).seconds
+    assert math.isnan(seconds) or 0 < seconds < 1
+
+
+def test_the_table_sets_time_against_the_floor() -> None:
+    case = next(
+        iter(kernel_cases(preset_config("llama-3-8b"), BFLOAT16, rows=[1], attention=[], prefill=[], page_size=16))
+    )
+    text = format_kernels([KernelTime(case, 2 * case.num_bytes / 1e12), KernelTime(case, math.nan)], CEILING)
+    row, noise = text.splitlines()[1:]
+    assert row.split()[-1] == "50%" and row.split()[-4] == "500.0"
+    assert "noise" in noise and noise.endswith("-")
+    slow = Ceiling(1e12, 1e9, "table")  # so slow at products that these decide
+    assert KernelTime(case, 1.0).floor(slow) == pytest.approx(case.operations / 1e9)
+
+
+def event(name: str, start: float, duration: float, scope: str = "") -> KernelEvent:
+    return KernelEvent(name, scope, start, duration)
+
+
+def test_kernels_that_overlap_are_busy_once() -> None:
+    events = [event("a", 0.0, 2.0), event("b", 1.0, 2.0), event("c", 5.0, 1.0), event("d", 5.2, 0.1)]
+    assert busy_seconds(events) == pytest.approx(4.0)
+    assert Window(events, 1, 6.0, 400.0).host_gap == pytest.approx(1 / 3)
+
+
+def test_the_tables_of_a_window_are_of_one_step() -> None:
+    events = [event("gemm", 0.0, 0.004, "mlp"), event("gemm", 0.004, 0.004, "mlp"), event("add", 0.008, 0.002)]
+    text = format_window(Window(events, 2, 0.010, 400.0), {"mlp": 0.003}, most=10)
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[0][:6] == ["2", "steps", "in", "10.0", "ms:", "5.000"]
+    assert ["4000.0", "3000.0", "75%", "mlp"] in lines
+    assert ["1000.0", "-", "-", "(other)"] in lines
+    assert ["5000.0", "3000.0", "60%", "all"] in lines
+    assert ["4000.0", "1.0", "mlp", "gemm"] in lines
+
+
+def test_kernels_are_put_to_the_paragraph_that_they_belong_to() -> None:
+    assert scope_of("jit(forward)/jit(shard_map)/mlp/dot_general", "gemm_fusion") == "mlp"
+    assert scope_of("jit(forward)/attention/qkv/dot", "x") == "qkv"
+    assert scope_of("", "decode_attention_main") == "attention"
+    assert scope_of("", "rope_write_kv_kernel") == "rope_write_kv"
+    assert scope_of("", "fusion_3") == ""
+
+
+def test_the_floors_of_the_paragraphs_sum_to_that_of_the_step() -> None:
+    config = preset_config("llama-3-8b")
+    floors = scope_floors(config, BFLOAT16, CEILING, batch=8, context=400, num_devices=1)
+    assert sum(floors.values()) == pytest.approx((15.01e9 + 8 * 400 * 131072) / 1e12, rel=1e-3)
+
+
+def test_a_decode_window_of_a_running_engine_is_traced(tmp_path: Path) -> None:
+    with tiny_engine(EngineConfig(max_num_seqs=2, max_num_batched_tokens=32)) as engine:
+        window = profile_decode(engine, concurrency=2, context=20, num_steps=3, folder=tmp_path)
+        with pytest.raises(ValueError, match="do not fit"):
+            profile_decode(engine, concurrency=3, context=20, num_steps=3, folder=tmp_path)
+    assert window.num_steps >= 3
+    assert 20 < window.context < 128
+    assert list(tmp_path.rglob("perfetto_trace.json.gz"))
+    if jax.default_backend() == "cpu":
+        assert window.events, "nothing that XLA ran was found in the trace"
+
+
+def test_arguments() -> None:
+    assert parse_shapes("1x1024,8x330") == [(1, 1024), (8, 330)]
+    assert parse_calls("4,24") == (4, 24)
+    with pytest.raises(ValueError, match="BATCHxTOKENS"):
+        parse_shapes("8")
+    with pytest.raises(ValueError, match="two rising numbers"):
+        parse_calls("24,4")
