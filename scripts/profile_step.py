@@ -32,7 +32,6 @@ from jaxserve.engine.build import make_engine_mesh, resolve_dtype
 from jaxserve.engine.decode_state import empty_state
 from jaxserve.engine.device_batch import Bucket, Sizes, packed_size, views
 from jaxserve.engine.executable_cache import compile_options
-from jaxserve.engine.executors import has_many_tokens
 from jaxserve.engine.programs import ProgramFactory
 from jaxserve.engine.runner import zero_cache
 from jaxserve.models import linear, llama
@@ -149,7 +148,7 @@ def compile_forward(factory: ProgramFactory, params: Any, cache: Any, state: Any
     )
     traced = time.perf_counter()
     platform = factory.mesh.devices.flat[0].platform
-    compiled = lowered.compile(compiler_options=compile_options(platform, many_tokens=has_many_tokens(bucket)))
+    compiled = lowered.compile(compiler_options=compile_options(platform, bucket))
     print(
         f"{bucket}: traced {traced - started:.1f} s, compiled {time.perf_counter() - traced:.1f} s beside the others",
         flush=True,

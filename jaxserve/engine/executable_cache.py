@@ -21,6 +21,8 @@ import jax
 from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
+from jaxserve.engine.device_batch import Bucket
+
 logger = logging.getLogger(__name__)
 
 _UNUSED_SECONDS = 30 * 24 * 3600.0
@@ -30,21 +32,24 @@ _SOURCE_FOLDERS = ("engine", "kernels", "models", "sharding")
 CompileOptions = dict[str, str | bool | int]
 
 
-def compile_options(platform: str, *, many_tokens: bool = False) -> CompileOptions:
+def compile_options(platform: str, bucket: Bucket | None = None) -> CompileOptions:
     """XLA's options for a program, beside what XLA_FLAGS says.
 
     Args:
-        many_tokens: whether its products are of more than a few tokens.
+        bucket: the step that it makes, if it is a forward pass.
     """
     if platform != "gpu":
         return {}
     # The KV cache is updated in place, but the pass that trades memory for work counts a new cache for each kernel that
     # writes to it. It then computes what all layers share anew for each layer: some 150 kernels a step.
     options: CompileOptions = {"xla_disable_hlo_passes": "rematerialization"}
-    if many_tokens:
-        # cuBLAS's kernels are as fast or faster there. Trying the others takes most of a minute of all cores, and what
-        # wins when everything compiles at once varies from start to start.
+    if bucket is not None and bucket.decode_rows + bucket.prefill_tokens > 1:
+        # cuBLAS's kernels are as fast or faster there. Trying Triton's takes most of a minute of all cores, and what wins
+        # when everything compiles at once varies from start to start.
         options["xla_gpu_enable_triton_gemm"] = False
+    if bucket is not None and bucket.prefill_tokens:
+        # Of cuBLAS's kernels its own first choice is as good as the one that wins a trial.
+        options["xla_gpu_autotune_level"] = 0
     return options
 
 
@@ -64,7 +69,6 @@ class ExecutableCache:
         self._platform = device.platform
         self._context = "\n".join(
             [
-                str([compile_options(device.platform, many_tokens=many) for many in (False, True)]),
                 context,
                 jax.__version__,
                 jaxlib_version.__version__,
@@ -76,18 +80,20 @@ class ExecutableCache:
             ]
         )
 
-    def load_or_compile(self, name: str, lower: Callable[[], jax.stages.Lowered], *, many_tokens: bool = False) -> Any:
+    def load_or_compile(
+        self, name: str, lower: Callable[[], jax.stages.Lowered], *, bucket: Bucket | None = None
+    ) -> Any:
         """The compiled program called `name`: from disk, or traced and compiled now and kept.
 
         Args:
-            many_tokens: as in `compile_options`; a change of it wants another name.
+            bucket: as in `compile_options`; another one wants another name.
         """
         path = self._path(name)
         if path is not None:
             loaded = _load(path, self._devices)
             if loaded is not None:
                 return loaded
-        compiled = lower().compile(compiler_options=compile_options(self._platform, many_tokens=many_tokens))
+        compiled = lower().compile(compiler_options=compile_options(self._platform, bucket))
         if path is not None:
             _store(path, compiled)
         return compiled

@@ -21,11 +21,6 @@ from jaxserve.models.params import LlamaParams
 from jaxserve.sharding.placement import replicated
 
 
-def has_many_tokens(bucket: Bucket) -> bool:
-    """Whether cuBLAS's kernels are the best for a step's products, as measured on an H100."""
-    return bucket.prefill_tokens > 0 or bucket.decode_rows > 1
-
-
 class ForwardExecutor(Protocol):
     """Runs the forward pass of one bucket. Cache and state are donated: the caller goes on with those of the result."""
 
@@ -90,7 +85,7 @@ class ForwardCompiler:
             self.programs.load_or_compile(
                 f"forward {bucket} {num_logits}",
                 lambda: function.lower(self.params, self.cache, self.state, packed),
-                many_tokens=has_many_tokens(bucket),
+                bucket=bucket,
             )
         )
 

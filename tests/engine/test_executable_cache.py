@@ -16,7 +16,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine.build import program_folder
-from jaxserve.engine.executable_cache import ExecutableCache
+from jaxserve.engine.device_batch import Bucket
+from jaxserve.engine.executable_cache import ExecutableCache, compile_options
 
 
 class Program:
@@ -122,3 +123,15 @@ def test_programs_that_no_start_used_for_a_month_are_removed(tmp_path: Path) -> 
     program.start(tmp_path, name="new")
     assert not old.exists()
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_gpus_programs_take_cublas_for_more_than_one_token_and_nothing_is_asked_of_a_cpu():
+    assert compile_options("cpu", Bucket(8, 4, 64)) == {}
+    one, decode, mixed = (
+        compile_options("gpu", bucket) for bucket in (Bucket(1, 0, 0), Bucket(8, 0, 0), Bucket(8, 4, 64))
+    )
+    assert all(options["xla_disable_hlo_passes"] == "rematerialization" for options in (one, decode, mixed))
+    assert "xla_gpu_enable_triton_gemm" not in one
+    assert not decode["xla_gpu_enable_triton_gemm"]
+    assert "xla_gpu_autotune_level" not in decode
+    assert mixed["xla_gpu_autotune_level"] == 0
