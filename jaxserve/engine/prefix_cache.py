@@ -113,8 +113,11 @@ class PrefixCache:
 
         Raises:
             KeyError: every page is held.
+            RuntimeError: pages were released in another order than `release` asks for.
         """
         node, _ = (self._idle or self._idle_pinned).popitem(last=False)
+        if node.children:
+            raise RuntimeError(f"page {node.page} is to be evicted before {len(node.children)} that come after it")
         siblings = self._roots[node.domain] if node.parent is None else node.parent.children
         del siblings[node.key]
         if not siblings and node.parent is None:
