@@ -41,6 +41,7 @@ from jaxserve.server.request_log import RequestLog
 from jaxserve.server.slot import ServiceSlot
 from jaxserve.server.streaming import EventStreamResponse, until_disconnected
 from jaxserve.server.traces import RequestSpan, TraceMiddleware, Tracer
+from jaxserve.server.web_page import web_routes
 
 RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest, ResponsesRequest)
 
@@ -70,6 +71,7 @@ def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig, trace
             Route("/version", routes.version, methods=["GET"]),
             Route("/load", routes.load, methods=["GET"]),
             Route("/openapi.json", routes.openapi, methods=["GET"]),
+            *web_routes(),
         ],
         middleware=_middleware(config, load, tracer),
         exception_handlers=EXCEPTION_HANDLERS,  # type: ignore[arg-type]

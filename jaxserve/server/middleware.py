@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.protocol.errors import AuthenticationError, UnavailableError
 from jaxserve.server.connection import OVER_LIMIT
 from jaxserve.server.errors import error_response, internal_error
+from jaxserve.server.web_page import WEB_PATHS
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +114,9 @@ class ServerLoad:
 
 
 class ApiKeyMiddleware:
-    """Lets only requests with a known key through, but for `PUBLIC_PATHS`; `ADMIN_PATHS` want an administrator's.
+    """Lets only requests with a known key through, but for `PUBLIC_PATHS` and the page.
 
-    Without keys, everyone is let through.
+    `ADMIN_PATHS` want an administrator's. Without keys, everyone is let through.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], admin_api_keys: Sequence[str] = ()) -> None:
@@ -133,7 +134,7 @@ class ApiKeyMiddleware:
             await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        if scope["type"] == "http" and route_path(scope) in PUBLIC_PATHS and scope["method"] in ("GET", "HEAD"):
+        if scope["type"] == "http" and route_path(scope) in PUBLIC_PATHS | WEB_PATHS and scope["method"] in ("GET", "HEAD"):
             return True
         is_admin = scope["type"] == "http" and route_path(scope) in ADMIN_PATHS
         if not self._digests and not (is_admin and self._admin_digests):
