@@ -22,6 +22,7 @@ def quantized_matmul(
     scales: Array,
     *,
     quantize_activations: bool = False,
+    power_of_two_factors: bool = False,
     input_scale: Float[Array, ""] | None = None,
     residual: Float[Array, "rows n"] | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
@@ -35,6 +36,8 @@ def quantized_matmul(
             `jaxserve.kernels.int4` packs them.
         scales: float32 [n]; of 4-bit numbers bfloat16 [groups, n], each for k / groups consecutive inputs.
         quantize_activations: round x to float8 too, each row with a factor of its own (float8 weights only).
+        power_of_two_factors: with quantize_activations, round rows as they would be rounded if x were any part of longer
+            rows, such as that of one device.
         input_scale: float32; with quantize_activations, this factor for every row.
         residual: added in float32 before the result is rounded; in out_dtype.
         out_dtype: dtype of the result; x's when not given.
@@ -57,6 +60,7 @@ def quantized_matmul(
         values,
         scales,
         quantize_activations=quantize_activations,
+        power_of_two_factors=power_of_two_factors,
         input_scale=input_scale,
         residual=residual,
         out_dtype=out_dtype,

@@ -25,12 +25,14 @@ def quantized_matmul_xla(
     scales: Array,  # [n], int4: [groups, n]
     *,
     quantize_activations: bool,
+    power_of_two_factors: bool,
     input_scale: Float[Array, ""] | None,
     residual: Float[Array, "rows n"] | None,
     out_dtype: jnp.dtype,
 ) -> Float[Array, "rows n"]:
     """Computes what `quantized_matmul` documents, from validated arguments."""
-    product = _product(x, values, scales, quantize_activations=quantize_activations, input_scale=input_scale)
+    rows = quantize_rows(x, input_scale, power_of_two_factors=power_of_two_factors) if quantize_activations else None
+    product = _product(x, rows, values, scales)
     if residual is not None:
         product = product + residual.astype(jnp.float32)
     return product.astype(out_dtype)
@@ -46,51 +48,49 @@ def quantized_matmul_swiglu_xla(
 ) -> Float[Array, "rows ffn"]:
     """Computes what `quantized_matmul_swiglu` documents, from validated arguments."""
     _, ffn, stored = values.shape
-    gate_up = _product(
-        x,
-        values.reshape(2 * ffn, stored),
-        scales.reshape(*scales.shape[:-2], 2 * ffn),
-        quantize_activations=quantize_activations,
-        input_scale=input_scale,
-    )
+    rows = quantize_rows(x, input_scale) if quantize_activations else None
+    gate_up = _product(x, rows, values.reshape(2 * ffn, stored), scales.reshape(*scales.shape[:-2], 2 * ffn))
     return (jax.nn.silu(gate_up[:, :ffn]) * gate_up[:, ffn:]).astype(x.dtype)
 
 
 def quantize_rows(
-    x: Float[Array, "rows k"], input_scale: Float[Array, ""] | None
+    x: Float[Array, "rows k"], input_scale: Float[Array, ""] | None, *, power_of_two_factors: bool = False
 ) -> tuple[Float[Array, "rows k"], Float[Array, "rows 1"]]:
     """Activations in float8 and the factors that bring them back.
 
-    Without an `input_scale`, a row's factor is the smallest power of two with which the row fits. A power of two loses no
-    precision, since float8's steps are relative, and makes a row's numbers the same however many devices it is cut over:
-    each device can take the factor of its own part, with nothing exchanged (only numbers 2**15 times smaller than the
-    row's largest, which float8 holds with fewer digits, may differ).
+    Without an `input_scale`, a row's factor makes its largest number float8's largest, which is then held exactly: rows
+    may owe most of their size to one number.
+
+    Args:
+        power_of_two_factors: take the smallest power of two with which the row fits. Float8's steps are relative, so that
+            a row's numbers are then the same however many devices it is cut over: each can take the factor of its own
+            part, with nothing exchanged (only numbers 2**15 times smaller than the row's largest, which float8 holds
+            with fewer digits, may differ).
     """
     wide = x.astype(jnp.float32)
     if input_scale is not None:
         factors = jnp.broadcast_to(input_scale, (x.shape[0], 1))
         return jnp.clip(wide / input_scale, -FLOAT8_MAX, FLOAT8_MAX).astype(FLOAT8), factors
-    factors = _power_of_two_above(jnp.max(jnp.abs(wide), axis=1, keepdims=True) / FLOAT8_MAX)
-    return (wide / factors).astype(FLOAT8), factors
+    # As small as float32 has without losing digits, so that rows of zeros are divided by something.
+    factors = jnp.maximum(jnp.max(jnp.abs(wide), axis=1, keepdims=True) * (1.0 / FLOAT8_MAX), 2.0**-126)
+    if power_of_two_factors:
+        factors = _power_of_two_above(factors)
+    return jnp.clip(wide / factors, -FLOAT8_MAX, FLOAT8_MAX).astype(FLOAT8), factors
 
 
 def _power_of_two_above(x: Float[Array, "rows 1"]) -> Float[Array, "rows 1"]:
-    """The smallest power of two not below x; a tiny one for zeros."""
-    mantissa_bits, lowest = 23, 1 << 23  # 2**-126
-    bits = lax.bitcast_convert_type(jnp.maximum(x, 2.0**-126), jnp.int32)
-    bits = (bits + jnp.int32(lowest - 1)) >> jnp.int32(mantissa_bits)
-    return lax.bitcast_convert_type(bits << jnp.int32(mantissa_bits), jnp.float32)
+    """The smallest power of two not below x, which is at least 2**-126."""
+    mantissa_bits = 23
+    bits = lax.bitcast_convert_type(x, jnp.int32) + jnp.int32((1 << mantissa_bits) - 1)
+    return lax.bitcast_convert_type((bits >> jnp.int32(mantissa_bits)) << jnp.int32(mantissa_bits), jnp.float32)
 
 
-def _product(
-    x: Array, values: Array, scales: Array, *, quantize_activations: bool, input_scale: Array | None
-) -> Float[Array, "rows n"]:
-    """In float32."""
+def _product(x: Array, rows: tuple[Array, Array] | None, values: Array, scales: Array) -> Float[Array, "rows n"]:
+    """In float32, of x, or of what `quantize_rows` made of it."""
     if values.dtype == jnp.uint8:
         return _matmul(x, dequantize_int4(values, scales, x.dtype))
-    if quantize_activations:
-        rows, factors = quantize_rows(x, input_scale)
-        return _float8_product(rows, values) * factors * scales[None]
+    if rows is not None:
+        return _float8_product(rows[0], values) * rows[1] * scales[None]
     return _matmul(x, values.astype(x.dtype)) * scales[None]
 
 

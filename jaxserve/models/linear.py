@@ -39,7 +39,8 @@ def row_parallel(
     """
     parts = num_parts(x.shape[0], w, bias, collectives)
     if parts == 1:
-        return add_bias(collectives.all_reduce(_product(x, w)), bias)
+        # Activations are rounded the same on one device as on several, which each have a part of them.
+        return add_bias(collectives.all_reduce(_product(x, w, power_of_two_factors=True)), bias)
     w = w.reshape(parts, x.shape[1] // parts, -1)  # pyright: ignore[reportAttributeAccessIssue] - not quantized
     return jnp.einsum("tpk,pkn->ptn", x.reshape(-1, parts, w.shape[1]), w, preferred_element_type=jnp.float32)
 
@@ -79,14 +80,17 @@ def add_bias(x: Array, bias: Array | None) -> Array:
     return x if bias is None else x + bias[None].astype(x.dtype)
 
 
-def _product(x: Float[Array, "tokens k"], w: Array | QuantizedWeight) -> Float[Array, "tokens n"]:
+def _product(
+    x: Float[Array, "tokens k"], w: Array | QuantizedWeight, *, power_of_two_factors: bool = False
+) -> Float[Array, "tokens n"]:
     """x @ w, with w's axes taken as two: as many inputs as x has columns, and the outputs."""
     if not isinstance(w, QuantizedWeight):
         return x @ w.reshape(x.shape[1], -1)
     outputs, _ = split_axes(w.values.shape, w.num_input_axes)
     size = math.prod(outputs)
     scales = w.scales.reshape(-1, size) if w.format == "int4" else w.scales.reshape(size)
-    return quantized_matmul(x, w.values.reshape(size, -1), scales, **_activations(w))
+    values = w.values.reshape(size, -1)
+    return quantized_matmul(x, values, scales, power_of_two_factors=power_of_two_factors, **_activations(w))
 
 
 def _activations(w: QuantizedWeight) -> dict[str, Any]:

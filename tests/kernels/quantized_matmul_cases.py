@@ -22,6 +22,7 @@ class Case:
 
     values: str = "float8"  # "float8", "int8" or "int4"
     quantize_activations: bool = False
+    power_of_two_factors: bool = False
     has_input_scale: bool = False
     groups: int = 4
     rows: int = 8
@@ -55,6 +56,8 @@ def make_arguments(case: Case, seed: int = 0) -> dict[str, Any]:
     arguments["scales"] = jnp.asarray(scales, jnp.bfloat16 if case.values == "int4" else jnp.float32)
     if case.quantize_activations:
         arguments["quantize_activations"] = True
+    if case.power_of_two_factors:
+        arguments["power_of_two_factors"] = True
     if case.has_input_scale:
         arguments["input_scale"] = jnp.float32(0.03)
     if case.has_residual:
@@ -81,8 +84,11 @@ def rounded_activations(case: Case, arguments: dict[str, Any]) -> np.ndarray:
     if case.has_input_scale:
         factors = np.asarray(arguments["input_scale"], np.float64)
     else:
-        factors = 2.0 ** np.ceil(np.log2(np.abs(x).max(axis=1, keepdims=True) / 448))
-    return np.clip(x / factors, -448, 448).astype(np.float32).astype(FLOAT8).astype(np.float64) * factors
+        factors = np.abs(x).max(axis=1, keepdims=True).astype(np.float32) * np.float32(1 / 448)
+        if case.power_of_two_factors:
+            factors = 2.0 ** np.ceil(np.log2(factors))
+    # In float32 from here on: a quotient that lies between two float8 numbers must fall on the same side.
+    return np.clip(x.astype(np.float32) / np.float32(factors), -448, 448).astype(FLOAT8).astype(np.float64) * factors
 
 
 def reference(case: Case, arguments: dict[str, Any]) -> np.ndarray:
@@ -102,7 +108,7 @@ def check(case: Case, tolerance: float | None = None, **options: Any) -> None:
         tolerance: relative; None: a few roundings of the result's dtype.
     """
     arguments = make_arguments(case)
-    static = {key: arguments.pop(key) for key in ("quantize_activations",) if key in arguments}
+    static = {key: arguments.pop(key) for key in ("quantize_activations", "power_of_two_factors") if key in arguments}
     function = quantized_matmul_swiglu if case.is_swiglu else quantized_matmul
     if case.out_dtype is not None:
         static["out_dtype"] = case.out_dtype
@@ -123,6 +129,10 @@ def check(case: Case, tolerance: float | None = None, **options: Any) -> None:
 
 CASES = {
     "float8, both": Case(quantize_activations=True),
+    "float8, both, powers of two": Case(quantize_activations=True, power_of_two_factors=True, has_residual=True),
+    "float8, both, powers of two, in float32": Case(
+        quantize_activations=True, power_of_two_factors=True, dtype=jnp.float32
+    ),
     "float8, both, one row": Case(quantize_activations=True, rows=1),
     "float8, both, odd sizes": Case(quantize_activations=True, rows=13, k=90, columns=37, has_residual=True),
     "float8, both, in float32": Case(quantize_activations=True, dtype=jnp.float32, has_residual=True),

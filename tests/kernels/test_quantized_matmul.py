@@ -43,9 +43,9 @@ def test_an_odd_number_of_int4_numbers_is_refused() -> None:
 def test_rows_are_rounded_the_same_however_they_are_cut() -> None:
     """Each device takes the factor of its own part of a row; the numbers must not depend on that."""
     x = jnp.asarray(np.random.default_rng(1).standard_normal((64, 512)) * 3, jnp.bfloat16)
-    whole, factors = quantize_rows(x, None)
+    whole, factors = quantize_rows(x, None, power_of_two_factors=True)
     rounded = whole.astype(jnp.float32) * factors
-    parts = [quantize_rows(part, None) for part in jnp.split(x, 8, axis=1)]
+    parts = [quantize_rows(part, None, power_of_two_factors=True) for part in jnp.split(x, 8, axis=1)]
     rejoined = jnp.concatenate([values.astype(jnp.float32) * factor for values, factor in parts], axis=1)
     assert len({float(factor[0, 0]) for _, factor in parts}) > 1  # they do differ
     # Float8's steps are relative, but for numbers near its smallest ones.
@@ -55,13 +55,16 @@ def test_rows_are_rounded_the_same_however_they_are_cut() -> None:
     np.testing.assert_allclose(rounded, rejoined, atol=float(largest) * 2.0**-17, rtol=0)
 
 
-def test_rounding_uses_the_range_of_float8_and_never_leaves_it() -> None:
-    extremes = jnp.asarray([[448.0, 1.0], [449.0, 1.0], [1e30, 1.0], [0.0, 0.0], [1e-38, 0.0], [2.0**-120, 0.0]])
-    values, factors = quantize_rows(extremes.astype(jnp.float32), None)
+@pytest.mark.parametrize("power_of_two_factors", [False, True])
+def test_rounding_uses_the_range_of_float8_and_never_leaves_it(power_of_two_factors: bool) -> None:
+    extremes = jnp.asarray([[448.0, 1.0], [449.0, 1.0], [1e30, 1.0], [0.0, 0.0], [1e-38, 0.0], [2.0**-110, 0.0]])
+    values, factors = quantize_rows(extremes.astype(jnp.float32), None, power_of_two_factors=power_of_two_factors)
     assert np.isfinite(values.astype(jnp.float32)).all()
-    assert factors[:2, 0].tolist() == [1.0, 2.0]
     assert values[0, 0] == 448.0
-    np.testing.assert_allclose((values.astype(jnp.float32) * factors)[[1, 2, 5], 0], extremes[[1, 2, 5], 0], rtol=0.07)
+    if power_of_two_factors:
+        assert factors[:2, 0].tolist() == [1.0, 2.0]
+    error = 0.07 if power_of_two_factors else 1e-6  # the largest number is held exactly
+    np.testing.assert_allclose((values.astype(jnp.float32) * factors)[[1, 2, 5], 0], extremes[[1, 2, 5], 0], rtol=error)
     assert (values[3] == 0).all()
 
 
