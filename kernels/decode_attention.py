@@ -9,10 +9,13 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.kernels.decode_attention_mosaic_gpu import decode_attention_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.decode_attention_xla import decode_attention_xla
 from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
+from jaxserve.kernels.lowered_once import LoweredOnce
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
 CACHE_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn)
+
+_hopper_kernel = LoweredOnce(decode_attention_mosaic_gpu, static_argnames=("scale", "window", "softcap"))
 
 
 def decode_attention(
@@ -65,7 +68,7 @@ def decode_attention(
         if implementation is None and reason is not None and jax.default_backend() == "gpu":
             warn_of_fall_back("decode_attention", reason)
         implementation = "mosaic_gpu" if reason is None else "xla"
-    attend = decode_attention_mosaic_gpu if implementation == "mosaic_gpu" else decode_attention_xla
+    attend = _hopper_kernel if implementation == "mosaic_gpu" else decode_attention_xla
     return attend(
         q, k_pages, v_pages, layer, page_table, kv_lens,
         scale=scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale,

@@ -7,11 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
+from jaxserve.kernels.lowered_once import LoweredOnce
 from jaxserve.kernels.prefill_attention_mosaic_gpu import prefill_attention_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.prefill_attention_xla import prefill_attention_xla
 
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
 _KV_DTYPES = (*_QUERY_DTYPES, "float8_e4m3fn")
+
+_hopper_kernel = LoweredOnce(prefill_attention_mosaic_gpu, static_argnames=("scale", "window", "softcap"))
 
 
 def prefill_attention(
@@ -67,7 +70,7 @@ def prefill_attention(
     if implementation != "xla":
         reason = missing_device() or unsupported_reason(q, k_pages, page_table.shape[0], scale)
         if reason is None:
-            return prefill_attention_mosaic_gpu(
+            return _hopper_kernel(
                 q, k_pages, v_pages, layer, page_table, query_starts, kv_lens,
                 scale=scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
             )  # fmt: skip
