@@ -16,6 +16,7 @@ from jaxserve.cli.inspect import inspect
 from jaxserve.cli.profile import profile
 from jaxserve.cli.pull import pull
 from jaxserve.cli.serve import serve
+from jaxserve.cli.top import top
 
 
 def version_text() -> str:
@@ -60,7 +61,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(options)
-    for command in (chat, serve, pull, convert, export, inspect, profile, version):
+    for command in (chat, serve, pull, convert, export, inspect, profile, top, version):
         app.command()(command)
     app.add_typer(build_bench())
     return app
