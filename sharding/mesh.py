@@ -9,6 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 TENSOR_AXIS = "tp"
+# The same devices as two axes, where several hold the same KV head; only for laying out weights.
+HEADS_AXIS = "tp_heads"
+COPIES_AXIS = "tp_copies"
 
 
 def make_mesh(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
@@ -23,3 +26,8 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Mesh:
             f"{devices[0].platform if devices else ''} device(s) are here"
         )
     return Mesh(np.asarray(devices[:tensor_parallel_size]), (TENSOR_AXIS,))
+
+
+def copies_mesh(mesh: Mesh, copies: int) -> Mesh:
+    """The devices of a mesh with those that hold the same KV head side by side: axes `tp_heads` and `tp_copies`."""
+    return Mesh(mesh.devices.reshape(-1, copies), (HEADS_AXIS, COPIES_AXIS))

@@ -28,8 +28,7 @@ MODEL_CONFIG = ModelConfig(
 TIMEOUT = 120.0  # seconds that a machine under load may need
 
 
-@cache
-def tiny_params(dtype: str = "float32") -> LlamaParams:
+def random_params(config: ModelConfig, dtype: str = "float32") -> LlamaParams:
     """Seeded weights, drawn by numpy: jax would compile a program for it."""
     rng = np.random.default_rng(0)
 
@@ -38,14 +37,22 @@ def tiny_params(dtype: str = "float32") -> LlamaParams:
             return np.ones(spec.shape, np.float32)
         return (rng.standard_normal(spec.shape) * spec.standard_deviation).astype(jnp.dtype(dtype))
 
-    return jax.tree.map(draw, param_specs(MODEL_CONFIG), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    return jax.tree.map(draw, param_specs(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+
+
+@cache
+def tiny_params(dtype: str = "float32") -> LlamaParams:
+    """Of `MODEL_CONFIG`."""
+    return random_params(MODEL_CONFIG, dtype)
 
 
 @contextmanager
-def tiny_engine(config: EngineConfig, model_config: ModelConfig = MODEL_CONFIG) -> Iterator[EngineClient]:
-    """A running engine."""
+def tiny_engine(
+    config: EngineConfig, model_config: ModelConfig = MODEL_CONFIG, params: LlamaParams | None = None
+) -> Iterator[EngineClient]:
+    """A running engine; params: of `model_config`, None: those of `MODEL_CONFIG`."""
     dtype = "float32" if config.dtype == "auto" else config.dtype
-    engine = build_engine(model_config, tiny_params(dtype), config, NoProgress())
+    engine = build_engine(model_config, params or tiny_params(dtype), config, NoProgress())
     try:
         yield engine
     finally:

@@ -14,8 +14,8 @@ from jaxserve.checkpoint.manifest import ArrayInfo, check_files, is_converted, r
 from jaxserve.checkpoint.open_model import open_model
 from jaxserve.config import ModelConfig
 from jaxserve.models.kv_cache import kv_bytes_per_token
-from jaxserve.models.params import param_specs
-from jaxserve.sharding.rules import LOGICAL_TO_MESH, check_divides
+from jaxserve.models.shard_layout import ShardLayout
+from jaxserve.sharding.rules import LOGICAL_TO_MESH
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,9 @@ def device_memory(config: ModelConfig, tensor_parallel_size: int, dtype: str) ->
         ValueError: if the model cannot be cut so, naming sizes that work.
     """
     element = jnp.dtype(getattr(ml_dtypes, dtype, dtype))
-    specs = [
-        (jax.tree_util.keystr(path), spec) for path, spec in jax.tree_util.tree_leaves_with_path(param_specs(config))
-    ]
-    check_divides([(name, spec.shape, spec.logical_axes) for name, spec in specs], tensor_parallel_size)
+    layout = ShardLayout(config, tensor_parallel_size)
     weights = 0
-    for _, spec in specs:
+    for spec in jax.tree.leaves(layout.specs()):
         is_cut = any(axis in LOGICAL_TO_MESH for axis in spec.logical_axes)
         weights += spec.size * np.dtype(spec.element_type(element)).itemsize // (tensor_parallel_size if is_cut else 1)
-    return DeviceMemory(weights, kv_bytes_per_token(config, element) // tensor_parallel_size)
+    return DeviceMemory(weights, kv_bytes_per_token(layout.device_config, element) // tensor_parallel_size)

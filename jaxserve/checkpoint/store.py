@@ -23,8 +23,8 @@ from jaxserve.checkpoint.open_model import DTYPES
 from jaxserve.checkpoint.orbax_weights import element_type, restore_weights
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, param_specs
+from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import Progress
-from jaxserve.sharding.placement import named_shardings
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def load_checkpoint(path: str | Path, dtype: str, progress: Progress, *, mesh: M
             cache.
         dtype: "float32", "bfloat16" or "float16", of the weights; "auto": float32 on CPU, bfloat16 elsewhere. Norms are
             float32 always.
-        mesh: the devices that share the model, each of which reads its own part; None: everything on the first device.
+        mesh: the devices that share the model, each of which reads its own part (by `ShardLayout.source_shardings`);
+            None: everything on the first device.
 
     Raises:
         CheckpointError: if there is no model, or it is damaged.
@@ -67,7 +68,7 @@ def load_checkpoint(path: str | Path, dtype: str, progress: Progress, *, mesh: M
         dtype = "float32" if platform == "cpu" else "bfloat16"
     target = jnp.dtype(dtype)
     specs = param_specs(manifest.model_config)
-    shardings = None if mesh is None else named_shardings(specs, mesh)
+    shardings = None if mesh is None else ShardLayout(manifest.model_config, mesh.size).source_shardings(mesh)
     total = sum(spec.size * element_type(spec, target).itemsize for spec in jax.tree.leaves(specs))
     with progress.task("Loading weights", total, "B") as advance:
         params = restore_weights(folder / WEIGHTS_FOLDER, manifest.model_config, target, shardings, advance)

@@ -24,11 +24,11 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_pace import StepPace
 from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.models.kv_cache import kv_bytes_per_token
-from jaxserve.models.params import LlamaParams, init_params, param_specs
+from jaxserve.models.params import LlamaParams, init_params
 from jaxserve.models.quantize_params import quantize_params
+from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import Progress
 from jaxserve.sharding.mesh import make_mesh
-from jaxserve.sharding.placement import named_shardings
 
 logger = logging.getLogger(__name__)
 
@@ -112,21 +112,24 @@ def place_params(
 ) -> tuple[ModelConfig, LlamaParams]:
     """The model on its devices, quantized where the configuration asks for it; then with the config that says so.
 
-    Dense jax arrays that were quantized are deleted: there are never two models on a device.
+    Args:
+        params: as the checkpoint has them, on the host, or on devices by `ShardLayout.source_shardings`. Jax arrays that
+            are quantized or laid out anew are deleted: there are never two models on a device.
 
     Raises:
         ValueError: sizes that do not divide over the mesh, or a checkpoint that is quantized in another way.
     """
     quantization = wanted_quantization(model_config, config)
-    if quantization is None:
-        return model_config, jax.device_put(params, named_shardings(param_specs(model_config), mesh))
-    quantized_config = dataclasses.replace(model_config, quantization=quantization)
-    shardings = named_shardings(param_specs(quantized_config), mesh)
-    dense = jax.device_put(params, named_shardings(param_specs(model_config), mesh))
-    with progress.task(f"quantizing to {quantization.name}", model_config.num_layers, "layers") as advance:
-        return quantized_config, quantize_params(
-            dense, model_config, quantization, shardings, donate=True, advance=advance
-        )
+    dense_config = model_config
+    if quantization is not None:
+        model_config = dataclasses.replace(model_config, quantization=quantization)
+    layout = ShardLayout(model_config, mesh.size)
+    placed = jax.device_put(params, ShardLayout(dense_config, mesh.size).source_shardings(mesh))
+    if quantization is not None:
+        shardings = layout.source_shardings(mesh)
+        with progress.task(f"quantizing to {quantization.name}", model_config.num_layers, "layers") as advance:
+            placed = quantize_params(placed, dense_config, quantization, shardings, donate=True, advance=advance)
+    return model_config, layout.arrange(placed, mesh)
 
 
 def build_engine(
@@ -142,7 +145,8 @@ def build_engine(
     dtype = resolve_dtype(config, mesh)
     cache_dtype = resolve_cache_dtype(config, dtype)
     model_config, params = place_params(model_config, params, config, mesh, progress)
-    limits = plan_limits(model_config, config, mesh, cache_dtype)
+    device_config = ShardLayout(model_config, mesh.size).device_config
+    limits = plan_limits(device_config, config, mesh, cache_dtype)
     sizes = Sizes(
         max_num_seqs=limits.max_num_seqs,
         pages_per_seq=limits.pages_for(limits.longest_sequence),
@@ -156,7 +160,7 @@ def build_engine(
         few_programs=_platform(mesh) == "cpu",
     )
     runner = ModelRunner(
-        model_config,
+        device_config,
         params,
         mesh=mesh,
         sizes=sizes,
@@ -205,7 +209,7 @@ def build_dummy_engine(model_config: ModelConfig, config: EngineConfig, progress
     if quantization is not None:
         model_config = dataclasses.replace(model_config, quantization=quantization)
     with progress.task("making random weights", None, "arrays"):
-        shardings = named_shardings(param_specs(model_config), mesh)
+        shardings = ShardLayout(model_config, mesh.size).source_shardings(mesh)
         params = init_params(model_config, config.seed or 0, resolve_dtype(config, mesh), shardings)
     return build_engine(model_config, params, config, progress)
 

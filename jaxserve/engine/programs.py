@@ -92,10 +92,12 @@ class ProgramFactory:
         result = ForwardResult(cache=self._cache_specs, state=_WHOLE, logits=_WHOLE, slots=_WHOLE, hidden=_WHOLE)  # pyright: ignore[reportArgumentType]
         return self._shard_map(per_device, (specs, self._cache_specs, _WHOLE, _WHOLE), result)
 
-    def begin(self, bucket: Bucket, num_logits: int) -> Callable[..., tuple[DecodeState, Array, StepInputs]]:
+    def begin(self, bucket: Bucket, num_logits: int) -> Callable[..., tuple[DecodeState, llama.Stream, StepInputs]]:
         """(params without layers, state, packed step) -> (state, hidden states, StepInputs); state may be donated."""
 
-        def per_device(params: LlamaParams, state: DecodeState, packed: Array) -> tuple[DecodeState, Array, StepInputs]:
+        def per_device(
+            params: LlamaParams, state: DecodeState, packed: Array
+        ) -> tuple[DecodeState, llama.Stream, StepInputs]:
             state, inputs = self._begin_step(state, packed, bucket, num_logits)
             x = llama.embed_tokens(params, inputs.batch, collectives=self._collectives)
             return state, x, inputs
@@ -103,12 +105,12 @@ class ProgramFactory:
         specs = without_layers(partition_specs(param_specs(self.config)))
         return self._shard_map(per_device, (specs, _WHOLE, _WHOLE), _WHOLE)
 
-    def layer(self) -> Callable[..., tuple[Array, KVCache]]:
+    def layer(self) -> Callable[..., tuple[llama.Stream, KVCache]]:
         """(layer params, layer index, hidden states, cache, StepInputs) -> (hidden states, cache): any one layer."""
 
         def per_device(
-            layer: LayerParams, index: Array, x: Array, cache: KVCache, inputs: StepInputs
-        ) -> tuple[Array, KVCache]:
+            layer: LayerParams, index: Array, x: llama.Stream, cache: KVCache, inputs: StepInputs
+        ) -> tuple[llama.Stream, KVCache]:
             return llama.decoder_layer(
                 layer,
                 index,
@@ -128,7 +130,7 @@ class ProgramFactory:
     def end(self, bucket: Bucket) -> Callable[..., tuple[Array, Array]]:
         """(params without layers, hidden states, StepInputs) -> (logits, hidden states as in ForwardResult)."""
 
-        def per_device(params: LlamaParams, x: Array, inputs: StepInputs) -> tuple[Array, Array]:
+        def per_device(params: LlamaParams, x: llama.Stream, inputs: StepInputs) -> tuple[Array, Array]:
             hidden = llama.final_norm(params, x, config=self.config)
             return self._logits(params, hidden, inputs.logit_tokens), self._prefill_hidden(hidden, bucket)
 
@@ -145,7 +147,7 @@ class ProgramFactory:
             size = min(PROMPT_LOGPROBS_BLOCK, hidden.shape[0])
             rows = lax.dynamic_slice_in_dim(hidden, first, size)
             tokens = lax.dynamic_slice_in_dim(next_ids, first, size)
-            return token_logprobs(llama.logits(params, rows, collectives=self._collectives), tokens)
+            return token_logprobs(self._scores(params, rows), tokens)
 
         specs = without_layers(partition_specs(param_specs(self.config)))
         return self._shard_map(per_device, (specs, _WHOLE, _WHOLE, _WHOLE), _WHOLE)
@@ -215,7 +217,13 @@ class ProgramFactory:
 
     def _logits(self, params: LlamaParams, hidden: Array, logit_tokens: Array) -> Array:
         rows = jnp.take(hidden, logit_tokens, axis=0, mode="clip")
-        return llama.logits(params, rows, collectives=self._collectives)
+        return self._scores(params, rows)
+
+    def _scores(self, params: LlamaParams, rows: Array) -> Array:
+        """Of every token that there is: what a vocabulary is padded with, so that it divides, ends here."""
+        scores = llama.logits(params, rows, collectives=self._collectives)
+        vocab_size = self.config.vocab_size
+        return scores if scores.shape[1] == vocab_size else scores[:, :vocab_size]
 
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # Replication is not checked: Pallas kernels are opaque to that analysis.
