@@ -56,6 +56,13 @@ def test_the_chunk_that_opens_a_chat_answer_is_no_token() -> None:
     assert reader.first_time == 2.0
 
 
+def test_a_chunk_that_holds_nothing_is_not_the_last_token() -> None:
+    reader = AnswerReader()
+    reader.feed(1.0, text("one"))
+    reader.feed(2.0, text("") + USAGE + DONE)
+    assert (reader.last_time, reader.events) == (1.0, 1)
+
+
 def test_events_may_come_in_any_pieces() -> None:
     stream = b": a comment\n\n" + text("one").replace(b"\n\n", b"\r\n\r\n") + END + USAGE + DONE
     reader = AnswerReader()

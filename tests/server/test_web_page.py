@@ -121,7 +121,7 @@ def test_a_chat_with_numbers_and_a_second_turn(browser: Any) -> None:
         page.keyboard.press("Enter")
         numbers = last_answer(page).locator(".numbers")
         numbers.wait_for()
-        assert last_answer(page).locator(".text").inner_text() == "A heron is a <b>bird</b>."  # text, never markup
+        assert last_answer(page).locator(".text").inner_text() == "A heron is a <b>bird</b>."
         assert re.fullmatch(r"first token after \d+ ms · \d+\.\d tokens/s · 26 tokens", numbers.inner_text())
         wait_idle(page)
         page.fill("#question", "And a crane?")
@@ -129,6 +129,16 @@ def test_a_chat_with_numbers_and_a_second_turn(browser: Any) -> None:
         page.locator("#messages li.assistant .numbers").nth(1).wait_for()
         prompt = bytes(token for token in engine.submitted[-1][0] if token < 256).decode()
         assert "What is a heron?" in prompt and "A heron is a <b>bird</b>." in prompt and "And a crane?" in prompt
+
+
+def test_what_is_said_is_text_and_never_markup(browser: Any) -> None:
+    said = "<i>see</i> <img src=x>"
+    with page_of(browser, FakeEngine(say(said), tokens_per_output=100)) as page:
+        page.fill("#question", said)
+        page.click("#send")
+        last_answer(page).locator(".numbers").wait_for()
+        assert page.locator("#messages .text").all_inner_texts() == [said, said]
+        assert page.locator("#messages img, #messages i").count() == 0
 
 
 def test_settings_reach_the_engine(browser: Any) -> None:
