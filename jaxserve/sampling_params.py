@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from jaxserve.constraint import Constraint
+
 MAX_CHOICES = 128  # OpenAI's limit of `n`
 MAX_LOGPROBS = 20  # OpenAI's limit of `top_logprobs`
 MAX_LOGIT_BIAS = 1024  # entries
@@ -33,6 +35,8 @@ class SamplingParams:
         min_tokens: output tokens before which no end-of-text or stop token is drawn.
         logprobs: alternatives that are reported beside each output token's log probability; None: nothing is.
         prompt_logprobs: the same for the prompt's tokens.
+        constraint: what every choice must follow; it ends where that is complete, and there alone but for max_tokens. Log
+            probabilities stay those of the raw logits.
 
     Raises:
         ValueError: names the field, its value and the range.
@@ -54,6 +58,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -24,6 +24,7 @@ class Buckets:
         prefill_rows: of steps that prefill; one size.
         sample_rows: rows of logits that sampling programs take; a forward pass pads its logits to one of these.
         sampling_modes: kinds of sampling program, cheapest first; the last one serves everything.
+        masked_modes: those that there are with masks too, for steps in which a row has a constraint; the same holds.
     """
 
     decode_rows: tuple[int, ...]
@@ -32,6 +33,7 @@ class Buckets:
     prefill_rows: int
     sample_rows: tuple[int, ...]
     sampling_modes: tuple[SamplingMode, ...]
+    masked_modes: tuple[SamplingMode, ...] = ("full",)
 
     def all(self) -> list[Bucket]:
         decode = [Bucket(rows, 0, 0) for rows in self.decode_rows]
@@ -84,6 +86,7 @@ def make_buckets(
         if few_programs
         else tuple(sorted({min(_SMALLEST_DECODE, most_rows), min(32, most_rows), most_rows})),
         sampling_modes=("greedy", "filtered", "full") if few_programs else ("greedy", "random", "filtered", "full"),
+        masked_modes=("full",) if few_programs else ("filtered", "full"),
     )
 
 

@@ -22,6 +22,7 @@ from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.stream import GenerationStream
 from jaxserve.engine.time_histogram import TimeCounts
+from jaxserve.engine.token_masks import MaskWriter
 from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class EngineClient:
         self.device_kind = device_kind
         self.failure: BaseException | None = None
         self._scheduler = scheduler
-        self._loop = EngineLoop(scheduler, runner, self._distribute, self._fail)
+        self._loop = EngineLoop(scheduler, runner, self._distribute, self._fail, MaskWriter(model_config.vocab_size))
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._receivers: dict[str, GenerationStream | Callable[[RequestOutput], None]] = {}
@@ -289,6 +290,7 @@ class EngineClient:
                 seed=choice_seed(seed, index),
                 stop_token_ids=frozenset(stop_ids),
                 max_output_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+                constraint=None if sampling.constraint is None else sampling.constraint.start(),
                 token_ids=list(request.prompt_token_ids),
             )
             for index in range(sampling.n)

@@ -17,6 +17,7 @@ from jaxserve.engine.schedule import ScheduledBatch
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.time_histogram import TimeHistogram
+from jaxserve.engine.token_masks import MaskWriter, is_constrained
 
 logger = logging.getLogger(__name__)
 
@@ -74,20 +75,30 @@ class _Stop:
 class EngineLoop:
     """Runs scheduler and runner in a thread of its own; nothing else touches them while it runs.
 
-    Step N + 1 is launched before the tokens of step N are fetched, so that the device does not wait for the host.
+    Step N + 1 is launched before the tokens of step N are fetched, so that the device does not wait for the host. Where a
+    row of step N + 1 has a constraint, only its forward pass is: its sampling is launched when the tokens of step N are
+    known and the masks are written, which the device spends on the forward pass. It waits for the host for as long as that
+    takes longer, and then for the next step to be scheduled; every row of such a step does.
 
     Args:
+        masks: writes the masks of constrained rows; None: no request may have a constraint.
         sink: called in the engine thread with what each step brought; must return quickly.
         on_failure: called in the engine thread when a step raised, before every live request gets an error output.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, sink: OutputSink, on_failure: Callable[[BaseException], None]
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        sink: OutputSink,
+        on_failure: Callable[[BaseException], None],
+        masks: MaskWriter | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._sink = sink
         self._on_failure = on_failure
+        self._masks = masks
         self._commands: queue.SimpleQueue[_Add | _Abort | _Call | _Stop] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._live: set[tuple[str, int]] = set()
@@ -154,9 +165,11 @@ class EngineLoop:
             waited_for_host = pending is not None and self._runner.is_ready(pending[1])
             started = time.perf_counter()
             batch = self._scheduler.schedule()
-            launched = self._launch(batch) if batch else None
+            waits = is_constrained(batch)
+            launched = self._launch(batch) if batch and not waits else None
+            logits = self._runner.launch_forward(batch) if waits else None
             host_time = time.perf_counter() - started
-            if pending is None and launched is None:
+            if pending is None and not batch:
                 self._deliver(self._scheduler.take_pending_outputs())
                 if self._scheduler.waiting or self._scheduler.running:
                     raise RuntimeError(
@@ -170,12 +183,23 @@ class EngineLoop:
                 outputs = self._scheduler.update(pending[0], sampled)
                 self._deliver(outputs)
                 self._scheduler.observe_step(pending[0], fetched_at - last_fetch)
-                self._count_step(fetched_at - last_fetch, host_time if waited_for_host and launched else 0.0)
+                self._count_step(fetched_at - last_fetch, host_time if waited_for_host and batch else 0.0)
                 last_fetch = fetched_at
+            if waits:
+                launched = self._launch_masked_sample(batch, logits)
             pending = None if launched is None else (batch, launched)
 
     def _launch(self, batch: ScheduledBatch) -> Any:
         return self._runner.launch_sample(self._runner.launch_forward(batch))
+
+    def _launch_masked_sample(self, batch: ScheduledBatch, logits: Any) -> Any:
+        """Starts the sampling of a launched step with constrained rows; every token before it is known."""
+        if self._masks is None:
+            raise RuntimeError("a request has a constraint, and this engine was built without masks")
+        masks = self._masks.write(batch)
+        for sequence, message in masks.failed:
+            self._scheduler.fail(sequence, message)
+        return self._runner.launch_sample(logits, masks.words)
 
     def _count_step(self, duration: float, idle: float) -> None:
         stats = self.stats
@@ -223,6 +247,8 @@ class EngineLoop:
         self._sink(outputs)
 
     def _fail_live_requests(self, message: str) -> None:
+        if self._masks is not None:
+            self._masks.close()
         with self._end_lock:
             self._ended = True
         while not self._commands.empty():  # requests that came too late for the scheduler

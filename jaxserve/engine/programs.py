@@ -20,7 +20,7 @@ from jaxserve.engine.processor_state import ProcessorState, count_tokens, rows_o
 from jaxserve.models import llama
 from jaxserve.models.batch import Batch
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
-from jaxserve.models.logit_processors import Logprobs, process_logits, token_logprobs
+from jaxserve.models.logit_processors import Logprobs, mask_logits, process_logits, token_logprobs
 from jaxserve.models.params import LayerParams, LlamaParams, param_specs
 from jaxserve.models.sampling import SamplingMode, row_keys, sample
 from jaxserve.sharding.collectives import Collectives
@@ -184,6 +184,36 @@ class ProgramFactory:
                 return end_step(state, slots, tokens), count_tokens(processors, slots, tokens), tokens, logprobs
 
         return self._shard_map(per_device, (_WHOLE,) * 4, (_WHOLE,) * 4)
+
+    def sample_masked(self, mode: SamplingMode) -> Callable[..., tuple[DecodeState, Int32[Array, " rows"]]]:
+        """(state, logits, slots, masks [rows, words]) -> as `sample`: only tokens whose bit is set are drawn."""
+
+        def per_device(state: DecodeState, logits: Array, slots: Array, masks: Array) -> tuple[DecodeState, Array]:
+            with jax.named_scope("sample_masked"):
+                params, seeds, counters = sampling_arrays(state, slots)
+                tokens = sample(mask_logits(logits, masks), params, row_keys(seeds, counters), mode=mode)
+                return end_step(state, slots, tokens), tokens
+
+        return self._shard_map(per_device, (_WHOLE,) * 4, (_WHOLE, _WHOLE))
+
+    def sample_masked_full(self) -> Callable[..., tuple[DecodeState, ProcessorState, Int32[Array, " rows"], Logprobs]]:
+        """(state, processors, logits, slots, masks [rows, words]) -> as `sample_full`, from tokens whose bit is set."""
+
+        def per_device(
+            state: DecodeState, processors: ProcessorState, logits: Array, slots: Array, masks: Array
+        ) -> tuple[DecodeState, ProcessorState, Array, Logprobs]:
+            with jax.named_scope("sample_masked_full"):
+                params, seeds, counters = sampling_arrays(state, slots)
+                changed = process_logits(logits, rows_of(processors, state.processed, slots), counters)
+                masked = mask_logits(changed, masks)
+                # Where only an end may follow and min_tokens forbids that, the mask decides.
+                is_stuck = jnp.max(masked, axis=-1, keepdims=True) == -jnp.inf
+                masked = jnp.where(is_stuck, mask_logits(logits, masks), masked)
+                tokens = sample(masked, params, row_keys(seeds, counters), mode="full")
+                logprobs = token_logprobs(logits, tokens)
+                return end_step(state, slots, tokens), count_tokens(processors, slots, tokens), tokens, logprobs
+
+        return self._shard_map(per_device, (_WHOLE,) * 5, (_WHOLE,) * 4)
 
     def set_slot(self) -> Callable[..., ProcessorState]:
         """(processors, fields of SlotProcessors) -> processors, which may be donated."""

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from jaxserve.engine.processor_state import (
 from jaxserve.engine.programs import PROMPT_LOGPROBS_BLOCK, ProgramFactory, without_layers
 from jaxserve.engine.schedule import LogprobRows, SampledTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.token_masks import num_words
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
 from jaxserve.models.logit_processors import Logprobs
 from jaxserve.models.params import LlamaParams
@@ -65,11 +66,19 @@ class PendingTokens:
     prompt_logprobs: tuple[Logprobs, ...]  # of the prefill tokens, block by block, where a chunk wants them
 
 
+class SampleProgram(NamedTuple):
+    """Which compiled sampling program: for so many rows of logits, of that kind, with masks or without."""
+
+    rows: int
+    mode: SamplingMode
+    masked: bool
+
+
 class Runner(Protocol):
     """What the engine loop needs of a runner; tests have one without a device."""
 
     def launch_forward(self, batch: ScheduledBatch) -> Any: ...
-    def launch_sample(self, logits: Any) -> Any: ...
+    def launch_sample(self, logits: Any, masks: np.ndarray | None = None) -> Any: ...
     def is_ready(self, pending: Any) -> bool: ...
     def fetch(self, pending: Any) -> SampledTokens: ...
 
@@ -105,6 +114,7 @@ class ModelRunner:
             program_folder, tuple(mesh.devices.flat), f"{config} {sizes} {dict(mesh.shape)} {dtype}"
         )
         self._vocab_size = config.vocab_size
+        self._mask_words = num_words(config.vocab_size)
         self._cache = zero_cache(config, sizes, mesh, cache_dtype)
         self._state: DecodeState = jax.device_put(empty_state(sizes), self._replicated)
         self._processors: ProcessorState = jax.device_put(
@@ -113,23 +123,23 @@ class ModelRunner:
         self._outer = without_layers(params)
         self._hidden = self._like((buckets.prefill_tokens[-1], config.hidden_size), params.embedding.dtype)
         self._forward: dict[Bucket, ForwardExecutor] = {}
-        self._sample: dict[tuple[int, SamplingMode], Any] = {}
+        self._sample: dict[SampleProgram, Any] = {}
         self._set_slot: Any = None
         self._prompt_logprobs: Any = None
 
     def warm_up(self, progress: Progress) -> None:
         """Compiles every program, in parallel; nothing is compiled after it."""
         buckets = self._buckets.all()
-        sampling: list[tuple[int, SamplingMode]] = [
-            (rows, mode) for rows in self._buckets.sample_rows for mode in self._buckets.sampling_modes
-        ]
+        modes = [(mode, False) for mode in self._buckets.sampling_modes]
+        modes += [(mode, True) for mode in self._buckets.masked_modes]
+        sampling = [SampleProgram(rows, mode, masked) for rows in self._buckets.sample_rows for mode, masked in modes]
         with (
             progress.task("compiling", len(buckets) + len(sampling) + 2, "programs") as advance,
             ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
         ):
             forward = {pool.submit(self._compile_forward, bucket): bucket for bucket in buckets}
-            sample: dict[Future[Any], tuple[int, SamplingMode]] = {
-                pool.submit(self._compile_sample, rows, mode): (rows, mode) for rows, mode in sampling
+            sample: dict[Future[Any], SampleProgram] = {
+                pool.submit(self._compile_sample, program): program for program in sampling
             }
             set_slot = pool.submit(self._compile_set_slot)
             prompt_logprobs = pool.submit(self._compile_prompt_logprobs)
@@ -152,7 +162,11 @@ class ModelRunner:
             result = forward(self._params, self._cache, self._state, packed)
             self._cache, self._state = result.cache, result.state
             for mode in self._buckets.sampling_modes:
-                self._run_sampling(mode, result.logits, result.slots)
+                self._run_sampling(mode, result.logits, result.slots, None)
+            for mode in self._buckets.masked_modes:
+                empty = np.zeros((0, self._mask_words), np.int32)
+                nothing = self._padded_masks(empty, nobody, bucket, len(result.slots))
+                self._run_sampling(mode, result.logits, result.slots, nothing)
         jax.block_until_ready(self._state)
 
     def memory_use(self) -> MemoryUse:
@@ -174,26 +188,42 @@ class ModelRunner:
         self._cache, self._state = result.cache, result.state
         return PendingLogits(batch, bucket, result.logits, result.slots, result.hidden)
 
-    def launch_sample(self, logits: PendingLogits) -> PendingTokens:
-        """Starts the sampling of a launched forward pass and the tokens' way to the host, and returns at once."""
-        mode = self._mode_for(logits.batch)
+    def launch_sample(self, logits: PendingLogits, masks: np.ndarray | None = None) -> PendingTokens:
+        """Starts the sampling of a launched forward pass and the tokens' way to the host, and returns at once.
+
+        Args:
+            masks: [rows of the batch, words] int32: the tokens that each row may draw, as `StepMasks` has them; None: all.
+        """
+        modes = self._buckets.sampling_modes if masks is None else self._buckets.masked_modes
+        mode = self._mode_for(logits.batch, modes)
         if mode == "full":
             self._begin_processing(logits.batch)
-        tokens, logprobs = self._run_sampling(mode, logits.logits, logits.slots)
+        if masks is not None:
+            masks = self._padded_masks(masks, logits.batch, logits.bucket, logits.logits.shape[0])
+        tokens, logprobs = self._run_sampling(mode, logits.logits, logits.slots, masks)
         prompt = self._launch_prompt_logprobs(logits)
         for array in jax.tree.leaves((tokens, logprobs, prompt)):
             array.copy_to_host_async()
         return PendingTokens(logits.batch, logits.bucket, tokens, logprobs, prompt)
 
     def _run_sampling(
-        self, mode: SamplingMode, logits: jax.Array, slots: jax.Array
+        self, mode: SamplingMode, logits: jax.Array, slots: jax.Array, masks: np.ndarray | None
     ) -> tuple[jax.Array, Logprobs | None]:
-        compiled = self._sample[logits.shape[0], mode]
+        compiled = self._sample[SampleProgram(logits.shape[0], mode, masks is not None)]
+        more = () if masks is None else (jax.device_put(masks, self._replicated),)
         if mode != "full":
-            self._state, tokens = compiled(self._state, logits, slots)
+            self._state, tokens = compiled(self._state, logits, slots, *more)
             return tokens, None
-        self._state, self._processors, tokens, logprobs = compiled(self._state, self._processors, logits, slots)
+        self._state, self._processors, tokens, logprobs = compiled(self._state, self._processors, logits, slots, *more)
         return tokens, logprobs
+
+    def _padded_masks(self, masks: np.ndarray, batch: ScheduledBatch, bucket: Bucket, num_rows: int) -> np.ndarray:
+        """The masks of a batch's rows at the rows of logits that are theirs."""
+        padded = np.full((num_rows, self._mask_words), -1, np.int32)
+        num_decode = len(batch.decode)
+        padded[:num_decode] = masks[:num_decode]
+        padded[bucket.decode_rows : bucket.decode_rows + len(batch.prefill)] = masks[num_decode:]
+        return padded
 
     def is_ready(self, pending: PendingTokens) -> bool:
         """Whether the device is done with a step."""
@@ -213,7 +243,7 @@ class ModelRunner:
             prompt_logprobs=_logprob_rows(pending.prompt_logprobs) if pending.prompt_logprobs else None,
         )
 
-    def _mode_for(self, batch: ScheduledBatch) -> SamplingMode:
+    def _mode_for(self, batch: ScheduledBatch, modes: tuple[SamplingMode, ...]) -> SamplingMode:
         """The cheapest compiled kind of sampling that serves every row of a step that samples."""
         needed = max(
             (
@@ -225,7 +255,7 @@ class ModelRunner:
             ),
             default=0,
         )
-        return next(mode for mode in self._buckets.sampling_modes if _SAMPLING_COST[mode] >= needed)
+        return next(mode for mode in modes if _SAMPLING_COST[mode] >= needed)
 
     def _begin_processing(self, batch: ScheduledBatch) -> None:
         """Writes the penalties and biases of sequences that begin to decode with this step."""
@@ -261,18 +291,24 @@ class ModelRunner:
         logger.info("forward, %s: ready after %.1f s", bucket, time.perf_counter() - started)
         return executor
 
-    def _compile_sample(self, rows: int, mode: SamplingMode) -> Any:
+    def _compile_sample(self, program: SampleProgram) -> Any:
         started = time.perf_counter()
-        logits, slots = self._like((rows, self._vocab_size), jnp.float32), self._like((rows,), jnp.int32)
+        rows, mode, masked = program
+        inputs = [self._like((rows, self._vocab_size), jnp.float32), self._like((rows,), jnp.int32)]
+        if masked:
+            inputs.append(self._like((rows, self._mask_words), jnp.int32))
 
         def lower() -> jax.stages.Lowered:
+            factory = self._factory
             if mode == "full":
-                full = jax.jit(self._factory.sample_full(), donate_argnums=(0, 1))
-                return full.lower(self._state, self._processors, logits, slots)
-            return jax.jit(self._factory.sample(mode), donate_argnums=(0,)).lower(self._state, logits, slots)
+                full = factory.sample_masked_full() if masked else factory.sample_full()
+                return jax.jit(full, donate_argnums=(0, 1)).lower(self._state, self._processors, *inputs)
+            function = factory.sample_masked(mode) if masked else factory.sample(mode)
+            return jax.jit(function, donate_argnums=(0,)).lower(self._state, *inputs)
 
-        compiled = self._programs.load_or_compile(f"sample {mode} {rows}", lower)
-        logger.info("sampling, %s, %d rows: ready after %.1f s", mode, rows, time.perf_counter() - started)
+        name = f"sample {mode} {rows}" + (" masked" if masked else "")
+        compiled = self._programs.load_or_compile(name, lower)
+        logger.info("%s rows: ready after %.1f s", name, time.perf_counter() - started)
         return compiled
 
     def _compile_set_slot(self) -> Any:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 
+from jaxserve.constraint import ConstraintError, TokenConstraint
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.logprobs import take_prompt_logprobs, token_logprobs
 from jaxserve.engine.page_pool import PagePool
@@ -86,6 +87,13 @@ class Scheduler:
                 self._finish(sequence, "abort")
                 self._pending_outputs.append(RequestOutput(request_id, sequence.index, (), finish_reason="abort"))
 
+    def fail(self, sequence: Sequence, message: str) -> None:
+        """Ends one choice with an error; one that has finished is left alone."""
+        if sequence.status is not SequenceStatus.FINISHED:
+            self._finish(sequence, "error")
+            key = sequence.request.request_id, sequence.index
+            self._pending_outputs.append(RequestOutput(*key, (), finish_reason="error", error=message))
+
     def schedule(self) -> ScheduledBatch:
         """Decides the next step and counts it as launched."""
         decode, unfinished = self._schedule_decode()
@@ -141,8 +149,14 @@ class Scheduler:
             self.pages.keep_full_pages(sequence)
         reason: FinishReason | None = None
         stop_token: int | None = None
-        if token in sequence.stop_token_ids:
+        error: str | None = None
+        constraint = sequence.constraint
+        if token in sequence.stop_token_ids and (constraint is None or constraint.is_complete):
             reason, stop_token = "stop", token
+        elif constraint is not None and (error := _accept(constraint, token)) is not None:
+            reason = "error"
+        elif constraint is not None and constraint.is_final:
+            reason = "stop"
         elif num_output >= sequence.max_output_tokens:
             reason = "length"
         if reason is not None:
@@ -155,6 +169,7 @@ class Scheduler:
             (token,),
             finish_reason=reason,
             stop_token_id=stop_token,
+            error=error,
             num_cached_tokens=sequence.num_cached_tokens,
             logprobs=None if wanted is None or logprobs is None else (token_logprobs(token, logprobs, row, wanted),),
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first and sequence.prompt_logprobs else None,
@@ -358,3 +373,12 @@ class Scheduler:
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
+
+
+def _accept(constraint: TokenConstraint, token: int) -> str | None:
+    """Takes the next token into a constraint; what is wrong, if it cannot."""
+    try:
+        constraint.accept(token)
+    except ConstraintError as error:
+        return str(error)
+    return None

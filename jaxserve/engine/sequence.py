@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from jaxserve.constraint import TokenConstraint
 from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import FinishReason, Request, TokenLogprobs
 
@@ -20,6 +21,7 @@ class Sequence:
     """One choice of a request: its tokens, and how far the device is with them.
 
     Attributes:
+        constraint: what its output must follow; it has taken in every output token that the host knows.
         token_ids: prompt and every output token that the host knows.
         num_computed: tokens whose keys and values are in the cache once every launched step has run. For a sequence that
             decodes it runs ahead of `token_ids`: the last sampled token is still on the device.
@@ -41,6 +43,7 @@ class Sequence:
     seed: int  # unsigned 64-bit: of this choice's random stream
     stop_token_ids: frozenset[int]
     max_output_tokens: int
+    constraint: TokenConstraint | None = None
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0

@@ -58,6 +58,13 @@ def process_logits(
     return jnp.where(arrays.is_on[:, None], changed, logits.astype(jnp.float32))
 
 
+def mask_logits(logits: Float[Array, "rows vocab"], words: Int32[Array, "rows words"]) -> Float[Array, "rows vocab"]:
+    """Logits of the tokens whose bit is set (bit b of word w: token 32 w + b); minus infinity for the others."""
+    bits = lax.shift_right_logical(words[:, :, None], jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
+    allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]] == 1
+    return jnp.where(allowed, logits.astype(jnp.float32), -jnp.inf)
+
+
 def token_logprobs(logits: Float[Array, "rows vocab"], tokens: Int32[Array, " rows"]) -> Logprobs:
     """Log-softmax of raw logits in float32: of the given tokens and of the `MAX_LOGPROBS` most likely ones."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)

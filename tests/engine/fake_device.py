@@ -33,6 +33,10 @@ def solo_tokens(prompt: Sequence[int], seed: int, max_output: int, stop_token_id
     return tokens[len(prompt) :]
 
 
+def _set_bits(word: int) -> list[int]:
+    return [bit for bit in range(VOCAB_SIZE) if word >> bit & 1]
+
+
 @dataclass
 class _Slot:
     page_table: list[int]
@@ -82,12 +86,17 @@ class FakeRunner:
         rows = [*batch.decode, *batch.prefill]
         return FakePending(batch, tuple((self._slots[row.slot], self._read(self._slots[row.slot])) for row in rows))
 
-    def launch_sample(self, logits: FakePending) -> tuple[ScheduledBatch, SampledTokens]:
+    def launch_sample(
+        self, logits: FakePending, masks: np.ndarray | None = None
+    ) -> tuple[ScheduledBatch, SampledTokens]:
         counts = [1] * len(logits.batch.decode) + [int(chunk.samples) for chunk in logits.batch.prefill]
         tokens = np.full((len(counts), 1), -7, np.int32)
         for row, (slot, context) in enumerate(logits.rows):
             if counts[row]:
-                tokens[row] = slot.last_token = next_token(context, slot.seed, slot.counter)
+                allowed = range(VOCAB_SIZE) if masks is None else _set_bits(int(masks[row, 0]))
+                token = next_token(context, slot.seed, slot.counter)
+                slot.last_token = min(allowed, key=lambda other, token=token: (other - token) % VOCAB_SIZE)
+                tokens[row] = slot.last_token
                 slot.counter += 1
         return logits.batch, SampledTokens(tokens, np.array(counts, np.int32))
 

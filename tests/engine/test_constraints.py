@@ -1,0 +1,152 @@
+"""Constrained rows over a fake device: masks come when the tokens before are known, and rows beside them stay the same."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.constraint import ConstraintError
+from jaxserve.engine.client import EngineClient
+from jaxserve.engine.request import RequestOutput
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.token_masks import allow, num_words
+from jaxserve.sampling_params import SamplingParams
+from tests.engine.fake_device import FakeRunner, solo_tokens
+from tests.engine.scheduler_harness import make_limits
+from tests.engine.test_client import EOS, MODEL_CONFIG, PROMPT, TIMEOUT
+
+
+class Words:
+    """The output is a run of words, each from a set of its own; it may end after `shortest` of them."""
+
+    def __init__(self, rule: WordRule) -> None:
+        self._rule = rule
+        self._position = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self._position >= self._rule.shortest
+
+    @property
+    def is_final(self) -> bool:
+        return self._position >= len(self._rule.sets)
+
+    def accept(self, token_id: int) -> None:
+        if self._position == self._rule.fails_at or token_id not in self._rule.sets[self._position]:
+            raise ConstraintError(f"token {token_id} at {self._position}")
+        self._position += 1
+
+    def write_mask(self, mask: np.ndarray) -> None:
+        allow(mask, self._rule.sets[self._position])
+
+
+@dataclass(frozen=True)
+class WordRule:
+    sets: tuple[tuple[int, ...], ...]
+    shortest: int
+    fails_at: int = -1
+
+    def start(self) -> Words:
+        return Words(self)
+
+
+@contextmanager
+def running_engine(**limits: int) -> Iterator[tuple[EngineClient, FakeRunner]]:
+    scheduler = Scheduler(make_limits(**limits))
+    runner = FakeRunner(scheduler.limits)
+    client = EngineClient(
+        config=EngineConfig(), model_config=MODEL_CONFIG, scheduler=scheduler, runner=runner, device_kind="fake"
+    )
+    client.start()
+    try:
+        yield client, runner
+    finally:
+        client.shutdown()
+
+
+class Heard:
+    def __init__(self, engine: EngineClient, sampling: SamplingParams, prompt: Sequence[int] = PROMPT) -> None:
+        self._outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        engine.submit_with_callback(prompt, sampling, self._outputs.put)
+
+    def wait(self) -> tuple[list[int], RequestOutput]:
+        tokens: list[int] = []
+        while True:
+            output = self._outputs.get(timeout=TIMEOUT)
+            tokens += output.token_ids
+            if output.finish_reason is not None:
+                return tokens, output
+
+
+def test_every_token_follows_the_rule() -> None:
+    rule = WordRule(tuple((i, i + 1, i + 10) for i in range(12)), shortest=12)
+    with running_engine() as (engine, _):
+        tokens, last = Heard(engine, SamplingParams(max_tokens=40, seed=1, constraint=rule)).wait()
+    assert last.finish_reason == "stop" and last.stop_token_id is None  # it is final: no end is drawn
+    assert all(token in allowed for token, allowed in zip(tokens, rule.sets, strict=True))
+
+
+def test_rows_beside_a_constrained_one_say_what_they_say_alone() -> None:
+    rule = WordRule(((3,), (4,), (5,), (6,)), shortest=4)
+    with running_engine() as (engine, _):
+        heard = [
+            Heard(
+                engine, SamplingParams(max_tokens=20, seed=seed, ignore_eos=True, constraint=rule if seed % 2 else None)
+            )
+            for seed in range(4)
+        ]
+        answers = [one.wait()[0] for one in heard]
+    assert answers[1] == answers[3] == [3, 4, 5, 6]
+    assert answers[0] == solo_tokens(PROMPT, 0, 20) and answers[2] == solo_tokens(PROMPT, 2, 20)
+
+
+def test_a_stop_token_ends_only_what_is_complete() -> None:
+    anything = tuple(range(31))  # without the end-of-text token
+    rule = WordRule((anything,) * 20, shortest=6)
+    stops = tuple(range(16))
+    with running_engine() as (engine, _):
+        tokens, last = Heard(
+            engine, SamplingParams(max_tokens=20, seed=3, stop_token_ids=stops, constraint=rule)
+        ).wait()
+    assert len(tokens) > 6 and any(token in stops for token in tokens[:6])
+    assert last.finish_reason == "stop" and last.stop_token_id == tokens[-1]
+    assert all(token not in (*stops, EOS) for token in tokens[6:-1])
+
+
+def test_a_preempted_output_goes_on_where_it_was() -> None:
+    rule = WordRule(tuple((i, i + 5) for i in range(20)), shortest=20)
+    with running_engine(pages=14, max_len=48) as (engine, _):
+        heard = [Heard(engine, SamplingParams(max_tokens=30, seed=seed, constraint=rule)) for seed in range(4)]
+        crowded = [one.wait()[0] for one in heard]
+        num_preemptions = engine.stats().num_preemptions
+    with running_engine() as (engine, _):
+        alone = [
+            Heard(engine, SamplingParams(max_tokens=30, seed=seed, constraint=rule)).wait()[0] for seed in range(4)
+        ]
+    assert num_preemptions > 0
+    assert crowded == alone
+
+
+@pytest.mark.parametrize(
+    "rule", [WordRule(((3,), (4,), (5,)), shortest=3, fails_at=1), WordRule(((3,), ()), shortest=2)]
+)
+def test_a_constraint_that_fails_ends_its_own_choice_alone(rule: WordRule) -> None:
+    with running_engine() as (engine, _):
+        failing = Heard(engine, SamplingParams(max_tokens=9, seed=1, constraint=rule))
+        beside = Heard(engine, SamplingParams(max_tokens=9, seed=2, ignore_eos=True))
+        _, last = failing.wait()
+        assert last.finish_reason == "error" and last.error
+        assert beside.wait()[0] == solo_tokens(PROMPT, 2, 9)
+        assert engine.stats().num_running == 0
+
+
+def test_masks_hold_one_bit_for_each_token() -> None:
+    mask = np.zeros(num_words(70), np.int32)
+    allow(mask, (0, 31, 32, 69))
+    assert mask.view(np.uint32).tolist() == [0x80000001, 1, 0x20]
