@@ -24,7 +24,7 @@ from jaxserve.engine.request import EngineStoppedError, FinishReason, QueueFullE
 from jaxserve.loop_thread import LoopThread
 from jaxserve.progress import NoProgress, Progress
 from jaxserve.protocol.engine_protocol import Stats
-from jaxserve.protocol.errors import BadRequestError, InternalServerError, from_engine_error
+from jaxserve.protocol.errors import BadRequestError, from_engine_error, from_error_output
 from jaxserve.protocol.launch import launch
 from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
 from jaxserve.protocol.responses import ChatCompletion, ChatCompletionChunk, Completion
@@ -197,7 +197,7 @@ class AsyncEngine:
                 logprobs[output.index].extend(output.logprobs or ())
                 of_prompt = output.prompt_logprobs or of_prompt
                 if output.finish_reason == "error":
-                    raise InternalServerError(f"the engine failed: {output.error}", code="engine_error")
+                    raise from_error_output(output)
                 if output.finish_reason is not None:
                     reasons[output.index] = output.finish_reason
         finally:

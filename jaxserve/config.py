@@ -174,6 +174,8 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's memory that weights, work space and KV pages may take.
         dtype: of weights and KV cache; "auto": float32 on CPU, bfloat16 elsewhere.
         seed: of requests that bring no seed of their own, and of dummy weights; None: drawn at random.
+        tensor_parallel_size: devices that share the model.
+        data_parallel_size: engines with the same model, each with as many devices of its own; sizes are of one engine.
         max_num_queued_requests: requests that may wait; one more is refused.
         max_num_queued_tokens: prompt tokens that may wait to be computed; a request that brings more is refused, unless
             none wait. None: any number.
@@ -201,6 +203,7 @@ class EngineConfig:
     seed: int | None = None
     device: Device = "auto"
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     max_num_queued_requests: int = 1024
     max_num_queued_tokens: int | None = None
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -213,8 +216,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "max_num_seqs", "max_num_batched_tokens", "page_size", "tensor_parallel_size", "max_model_len", "num_pages",
-            "max_num_queued_tokens",
+            "max_num_seqs", "max_num_batched_tokens", "page_size", "tensor_parallel_size", "data_parallel_size",
+            "max_model_len", "num_pages", "max_num_queued_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -14,18 +14,27 @@ HEADS_AXIS = "tp_heads"
 COPIES_AXIS = "tp_copies"
 
 
-def make_mesh(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
-    """A one-axis mesh (`tp`) over the first `tensor_parallel_size` devices.
+def make_mesh(
+    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+    tensor_parallel_size: int,
+    *,
+    data_parallel_size: int = 1,
+    replica: int = 0,
+) -> Mesh:
+    """A one-axis mesh (`tp`) over the `tensor_parallel_size` devices of one of `data_parallel_size` replicas.
 
     Raises:
-        ValueError: if there are fewer devices.
+        ValueError: if there are fewer devices than all replicas need.
     """
-    if tensor_parallel_size > len(devices):
-        raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} needs that many devices; {len(devices)} "
-            f"{devices[0].platform if devices else ''} device(s) are here"
-        )
-    return Mesh(np.asarray(devices[:tensor_parallel_size]), (TENSOR_AXIS,))
+    if tensor_parallel_size * data_parallel_size > len(devices):
+        platform = devices[0].platform if devices else ""
+        wanted = f"tensor_parallel_size={tensor_parallel_size}"
+        if data_parallel_size > 1:
+            wanted += f" times data_parallel_size={data_parallel_size}"
+        remedy = "; the variable JAX_NUM_CPU_DEVICES makes more" if platform == "cpu" else ""
+        raise ValueError(f"{wanted} needs that many devices; {len(devices)} {platform} device(s) are here{remedy}")
+    first = replica * tensor_parallel_size
+    return Mesh(np.asarray(devices[first : first + tensor_parallel_size]), (TENSOR_AXIS,))
 
 
 def copies_mesh(mesh: Mesh, copies: int) -> Mesh:

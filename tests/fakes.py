@@ -62,6 +62,7 @@ class FakeStats:
     device_idle_s: float = 0.0
     step_times: TimeCounts = field(default_factory=lambda: TimeCounts((1.0,), (0, 0), 0.0))
     device_kind: str = "cpu"
+    replicas: tuple[FakeStats | None, ...] = ()
 
 
 def logprobs_of(token: int, count: int) -> TokenLogprobs:
@@ -153,6 +154,7 @@ class FakeEngine:
         fail_after: tokens of a choice after which the engine fails the request.
         max_live: requests at once; one more is refused.
         logprobs_of: log probabilities of a token, with that many alternatives.
+        replicas: numbers of the engines behind this one.
 
     Attributes:
         gate: while cleared, no token comes.
@@ -171,8 +173,10 @@ class FakeEngine:
         max_live: int = 1000,
         max_model_len: int = 256,
         logprobs_of: Callable[[int, int], TokenLogprobs] = logprobs_of,
+        replicas: tuple[FakeStats | None, ...] = (),
     ) -> None:
         self.script = script
+        self._replicas = replicas
         self.logprobs_of = logprobs_of
         self.tokens_per_output = tokens_per_output
         self.model_config = MODEL_CONFIG
@@ -236,7 +240,9 @@ class FakeEngine:
         self._fail_live()
 
     def stats(self) -> FakeStats:
-        return FakeStats(num_running=len(self.live), num_waiting=0, num_free_pages=100 - len(self.live))
+        return FakeStats(
+            num_running=len(self.live), num_waiting=0, num_free_pages=100 - len(self.live), replicas=self._replicas
+        )
 
     def flush_prefix_cache(self) -> Future[int]:
         self.num_flushed += 1

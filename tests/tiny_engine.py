@@ -14,6 +14,7 @@ import numpy as np
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.replicas import ReplicatedEngine
 from jaxserve.engine.request import RequestOutput
 from jaxserve.models.params import LlamaParams, ParamSpec, param_specs
 from jaxserve.progress import NoProgress
@@ -62,7 +63,9 @@ def tiny_engine(
 class Answer:
     """Outputs of one request as they come."""
 
-    def __init__(self, engine: EngineClient, prompt: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(
+        self, engine: EngineClient | ReplicatedEngine, prompt: Sequence[int], sampling: SamplingParams
+    ) -> None:
         self._outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         self._unfinished = sampling.n
         self.choices: list[list[int]] = [[] for _ in range(sampling.n)]

@@ -18,8 +18,16 @@ from jaxserve.bench.records import RunResult, Summary
 from jaxserve.bench.run import BenchOptions, run_loads
 from jaxserve.bench.workload import Prompts, Workload
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import build_dummy_engine, build_engine, resolve_cache_dtype, select_devices
-from jaxserve.engine.client import EngineClient
+from jaxserve.engine import replicas
+from jaxserve.engine.build import (
+    build_dummy_engine,
+    build_engine,
+    make_engine_mesh,
+    resolve_cache_dtype,
+    select_devices,
+)
+from jaxserve.engine.client import EngineClient, Replica
+from jaxserve.engine.replicas import ReplicatedEngine
 from jaxserve.models.presets import preset_config
 from jaxserve.progress import Progress
 
@@ -39,16 +47,26 @@ def engine_config(settings: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**wanted)
 
 
-def start_engine(model: str, config: EngineConfig, progress: Progress) -> EngineClient:
+def start_engine(model: str, config: EngineConfig, progress: Progress) -> EngineClient | ReplicatedEngine:
     """An engine with random weights for a named architecture or its JSON file, with a checkpoint's for anything else."""
     if config.load_format == "dummy" or _is_architecture(model):
-        return build_dummy_engine(preset_config(model), dataclasses.replace(config, load_format="dummy"), progress)
+        architecture = preset_config(model)
+        return replicas.start_engine(
+            dataclasses.replace(config, load_format="dummy"),
+            lambda config, replica: build_dummy_engine(architecture, config, progress, replica),
+        )
     # Here and not at the top: benchmarks with random weights need none of what these bring.
     from jaxserve.checkpoint.source import resolve_model
     from jaxserve.checkpoint.store import load_checkpoint
 
-    checkpoint = load_checkpoint(resolve_model(model, progress), config.dtype, progress)
-    return build_engine(checkpoint.model_config, checkpoint.params, config, progress)
+    folder = resolve_model(model, progress)
+
+    def build(config: EngineConfig, replica: Replica) -> EngineClient:
+        mesh = make_engine_mesh(config, replica.index)
+        checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
+        return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica)
+
+    return replicas.start_engine(config, build)
 
 
 def _is_architecture(model: str) -> bool:
@@ -60,7 +78,7 @@ def _is_architecture(model: str) -> bool:
 
 
 def measure_engine(
-    engine: EngineClient,
+    engine: EngineClient | ReplicatedEngine,
     options: BenchOptions,
     *,
     ceiling: Ceiling,
@@ -84,7 +102,7 @@ def measure_engine(
 
 
 def judge_of(
-    engine: EngineClient, workload: Workload, ceiling: Ceiling
+    engine: EngineClient | ReplicatedEngine, workload: Workload, ceiling: Ceiling
 ) -> Callable[[Summary, Sequence[RunResult]], Summary]:
     """What adds an engine's floor and its use of the device's compute to a summary."""
     config, model = engine.config, engine.model_config
@@ -113,17 +131,17 @@ def judge_of(
     return judge
 
 
-def ceiling_of(engine: EngineClient) -> Ceiling:
+def ceiling_of(engine: EngineClient | ReplicatedEngine) -> Ceiling:
     return device_ceiling(select_devices(engine.config)[0])
 
 
 def devices_of(config: EngineConfig) -> int:
     """How many devices the engine runs on."""
-    return config.tensor_parallel_size * (getattr(config, "data_parallel_size", None) or 1)
+    return config.tensor_parallel_size * config.data_parallel_size
 
 
 def engine_environment(
-    engine: EngineClient, ceiling: Ceiling, *, model: str, name: str, command: Sequence[str]
+    engine: EngineClient | ReplicatedEngine, ceiling: Ceiling, *, model: str, name: str, command: Sequence[str]
 ) -> dict[str, Any]:
     """What was measured, with what and on what, for the record."""
     return {

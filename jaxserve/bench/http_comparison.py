@@ -18,6 +18,7 @@ from jaxserve.bench.results import write_environment
 from jaxserve.bench.run import BenchOptions, run_loads
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.replicas import ReplicatedEngine
 
 _PACKAGES = ("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client", "tokenizers", "httpx", "jinja2")
 
@@ -35,7 +36,7 @@ def check_packages(client: str = "own") -> None:
 
 
 def compare_over_http(
-    engine: EngineClient,
+    engine: EngineClient | ReplicatedEngine,
     options: BenchOptions,
     in_process: Sequence[Summary],
     *,
@@ -99,7 +100,7 @@ def differences(in_process: Sequence[Summary], over_http: Sequence[Summary]) -> 
 
 
 @contextmanager
-def serving(engine: EngineClient) -> Iterator[str]:
+def serving(engine: EngineClient | ReplicatedEngine) -> Iterator[str]:
     """The server of this engine, with a made-up tokenizer, on a free port of this machine; yields its URL."""
     from jaxserve.bench.random_tokenizer import plain_template, random_tokenizer
     from jaxserve.protocol.service import OpenAIService

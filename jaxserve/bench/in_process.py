@@ -10,6 +10,7 @@ from jaxserve.bench.records import RequestRecord, Snapshot
 from jaxserve.bench.workload import Prompts
 from jaxserve.bench.workload_files import Task
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.replicas import ReplicatedEngine
 from jaxserve.engine.request import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
@@ -17,7 +18,7 @@ from jaxserve.sampling_params import SamplingParams
 class InProcessTarget:
     """Sends prompts of random tokens; end-of-text is ignored, so that answers have the length that is asked for."""
 
-    def __init__(self, engine: EngineClient, prompts: Prompts, *, temperature: float) -> None:
+    def __init__(self, engine: EngineClient | ReplicatedEngine, prompts: Prompts, *, temperature: float) -> None:
         self._engine = engine
         self._prompts = prompts
         self._temperature = temperature

@@ -20,6 +20,7 @@ from jaxserve.bench.workload import Prompts
 from jaxserve.bench.workload_files import Task
 from jaxserve.config import ModelConfig
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.replicas import ReplicatedEngine
 from jaxserve.models.kv_cache import kv_bytes_per_token
 
 KeyT = TypeVar("KeyT")
@@ -77,7 +78,13 @@ def busy_seconds(events: Iterable[KernelEvent]) -> float:
 
 
 def profile_decode(
-    engine: EngineClient, *, concurrency: int, context: int, num_steps: int, folder: Path, timeout: float = 300.0
+    engine: EngineClient | ReplicatedEngine,
+    *,
+    concurrency: int,
+    context: int,
+    num_steps: int,
+    folder: Path,
+    timeout: float = 300.0,
 ) -> Window:
     """Has `concurrency` sequences decode from `context` tokens on, and traces about `num_steps` steps.
 

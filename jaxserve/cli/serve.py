@@ -45,6 +45,7 @@ def serve(
     max_num_queued_requests: options.MaxNumQueuedRequests = _ENGINE.max_num_queued_requests,
     max_num_queued_tokens: options.MaxNumQueuedTokens = None,
     tensor_parallel_size: options.TensorParallelSize = _ENGINE.tensor_parallel_size,
+    data_parallel_size: options.DataParallelSize = _ENGINE.data_parallel_size,
     gpu_memory_utilization: MemoryUtilization = _ENGINE.gpu_memory_utilization,
     api_key: options.ApiKey = None,
     api_key_file: options.ApiKeyFile = None,
@@ -96,6 +97,7 @@ def serve(
             seed=seed,
             device=device,
             tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
             max_num_queued_requests=max_num_queued_requests,
             max_num_queued_tokens=max_num_queued_tokens,
         )

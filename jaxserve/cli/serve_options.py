@@ -42,6 +42,9 @@ MaxNumQueuedTokens = Annotated[
     typer.Option(metavar="TOKENS", help="Prompt tokens that may wait; a request with more is refused. Unset: any."),
 ]
 TensorParallelSize = Annotated[int, typer.Option(metavar="COUNT", help="Devices that the model is cut across.")]
+DataParallelSize = Annotated[
+    int, typer.Option(metavar="COUNT", help="Engines with the same model, each with as many devices of its own.")
+]
 ApiKey = Annotated[
     list[str] | None,
     typer.Option(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import make_buckets
-from jaxserve.engine.client import EngineClient
+from jaxserve.engine.client import ONLY_REPLICA, EngineClient, Replica
 from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import MemoryPlan, OutOfMemoryError
@@ -72,8 +72,14 @@ def select_devices(config: EngineConfig) -> list[jax.Device]:  # pyright: ignore
     return jax.devices()
 
 
-def make_engine_mesh(config: EngineConfig) -> Mesh:
-    return make_mesh(select_devices(config), config.tensor_parallel_size)
+def make_engine_mesh(config: EngineConfig, replica: int = 0) -> Mesh:
+    """The devices of one replica."""
+    return make_mesh(
+        select_devices(config),
+        config.tensor_parallel_size,
+        data_parallel_size=config.data_parallel_size,
+        replica=replica,
+    )
 
 
 def resolve_dtype(config: EngineConfig, mesh: Mesh) -> jnp.dtype:
@@ -133,15 +139,19 @@ def place_params(
 
 
 def build_engine(
-    model_config: ModelConfig, params: LlamaParams, config: EngineConfig, progress: Progress
+    model_config: ModelConfig,
+    params: LlamaParams,
+    config: EngineConfig,
+    progress: Progress,
+    replica: Replica = ONLY_REPLICA,
 ) -> EngineClient:
-    """Plans memory, compiles every program and starts the engine thread.
+    """Plans memory, compiles every program and starts the engine thread, of one replica.
 
     Raises:
         OutOfMemoryError: too little memory for the KV cache that is asked for.
         ValueError: sizes that do not go together.
     """
-    mesh = make_engine_mesh(config)
+    mesh = make_engine_mesh(config, replica.index)
     dtype = resolve_dtype(config, mesh)
     cache_dtype = resolve_cache_dtype(config, dtype)
     model_config, params = place_params(model_config, params, config, mesh, progress)
@@ -197,21 +207,24 @@ def build_engine(
         ),
         runner=runner,
         device_kind=mesh.devices.flat[0].device_kind,
+        replica=replica,
     )
     client.start()
     return client
 
 
-def build_dummy_engine(model_config: ModelConfig, config: EngineConfig, progress: Progress) -> EngineClient:
+def build_dummy_engine(
+    model_config: ModelConfig, config: EngineConfig, progress: Progress, replica: Replica = ONLY_REPLICA
+) -> EngineClient:
     """An engine with seeded random weights, made on the devices: for benchmarks."""
-    mesh = make_engine_mesh(config)
+    mesh = make_engine_mesh(config, replica.index)
     quantization = wanted_quantization(model_config, config)
     if quantization is not None:
         model_config = dataclasses.replace(model_config, quantization=quantization)
     with progress.task("making random weights", None, "arrays"):
         shardings = ShardLayout(model_config, mesh.size).source_shardings(mesh)
         params = init_params(model_config, config.seed or 0, resolve_dtype(config, mesh), shardings)
-    return build_engine(model_config, params, config, progress)
+    return build_engine(model_config, params, config, progress, replica)
 
 
 def plan_limits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, cache_dtype: jnp.dtype) -> SchedulerLimits:

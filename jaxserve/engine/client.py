@@ -17,6 +17,7 @@ import numpy as np
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import sequence as sequences
 from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.prefix_cache import CacheDomain
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, Request, RequestError, RequestOutput
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
@@ -52,6 +53,25 @@ class EngineStats:
     device_idle_s: float
     step_times: TimeCounts
     device_kind: str
+    replicas: tuple[EngineStats | None, ...] = ()  # of an engine that has several; None: does not run at the moment
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Which of several engines one is.
+
+    Attributes:
+        index: its place among those that run at once, and in the devices.
+        number: counts all that were ever built: request ids and seeds of two replicas differ by it.
+        on_failure: called in the engine's thread when it has failed, before its requests are told.
+    """
+
+    index: int = 0
+    number: int = 0
+    on_failure: Callable[[], None] = lambda: None
+
+
+ONLY_REPLICA = Replica()
 
 
 class EngineClient:
@@ -65,12 +85,14 @@ class EngineClient:
         scheduler: Scheduler,
         runner: Runner,
         device_kind: str,
+        replica: Replica = ONLY_REPLICA,
     ) -> None:
         self.config = config
         self.model_config = model_config
         self.max_model_len = scheduler.limits.longest_sequence
         self.device_kind = device_kind
         self.failure: BaseException | None = None
+        self._replica = replica
         self._scheduler = scheduler
         self._loop = EngineLoop(scheduler, runner, self._distribute, self._fail, MaskWriter(model_config.vocab_size))
         self._ids = itertools.count()
@@ -83,7 +105,7 @@ class EngineClient:
         self._draining = False
         self._stopped = False
         self._started_at = time.monotonic()
-        self._seeds = np.random.default_rng(config.seed) if config.seed is not None else None
+        self._seeds = None if config.seed is None else _seeds(config.seed, replica.number)
 
     def start(self) -> None:
         """Starts the engine thread; called once, by whoever built the engine."""
@@ -93,6 +115,19 @@ class EngineClient:
     def is_ready(self) -> bool:
         """Whether new requests are taken."""
         return not (self._draining or self._stopped or self.failure)
+
+    @property
+    def num_live(self) -> int:
+        """Choices that were submitted and have not finished."""
+        return self._num_live
+
+    def num_cached_tokens(self, prompt_bytes: bytes, cache_salt: str | None) -> int:
+        """How many tokens of a prompt have their KV pages here at the moment: a hint. Any thread.
+
+        Args:
+            prompt_bytes: its `token_bytes`.
+        """
+        return self._scheduler.pages.num_cached_tokens(CacheDomain(salt=cache_salt), prompt_bytes)
 
     def submit(
         self,
@@ -206,7 +241,8 @@ class EngineClient:
         return loop.busy, loop.device_idle
 
     def _new_id(self) -> str:
-        return f"request-{next(self._ids)}"
+        number = self._replica.number
+        return f"replica-{number}-request-{next(self._ids)}" if number else f"request-{next(self._ids)}"
 
     def _submit(
         self,
@@ -349,6 +385,11 @@ class EngineClient:
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
+        self._replica.on_failure()
+
+
+def _seeds(seed: int, replica: int) -> np.random.Generator:
+    return np.random.default_rng((seed, replica) if replica else seed)
 
 
 def _discard(output: RequestOutput) -> None:

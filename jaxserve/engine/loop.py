@@ -118,7 +118,8 @@ class EngineLoop:
                 self._commands.put(_Add(sequences))
                 return
         keys = [(sequence.request.request_id, sequence.index) for sequence in sequences]
-        self._sink([RequestOutput(*key, (), finish_reason="error", error="the engine has stopped") for key in keys])
+        stopped = "the engine has stopped"
+        self._sink([RequestOutput(*key, (), finish_reason="error", error=stopped, is_retryable=True) for key in keys])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request or one of its choices. Any thread."""
@@ -151,6 +152,8 @@ class EngineLoop:
             logger.exception("the engine thread failed")
             self._on_failure(error)
             self._fail_live_requests("the engine failed")
+        finally:
+            del self._runner  # so that the device is free even while somebody holds on to a stream, and it to this
 
     def _loop(self) -> None:
         pending: Any = None
@@ -258,4 +261,6 @@ class EngineLoop:
             elif isinstance(command, _Call):
                 command.result.set_exception(EngineStoppedError("the engine has stopped"))
         live = sorted(self._live)
-        self._deliver([RequestOutput(*key, (), finish_reason="error", error=message) for key in live])
+        self._deliver(
+            [RequestOutput(*key, (), finish_reason="error", error=message, is_retryable=True) for key in live]
+        )

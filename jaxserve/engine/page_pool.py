@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence as Tokens
 
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.prefix_cache import PageNode, PrefixCache
+from jaxserve.engine.prefix_cache import CacheDomain, PageNode, PrefixCache
 from jaxserve.engine.request import token_bytes
 from jaxserve.engine.sequence import Sequence
 
@@ -57,6 +57,21 @@ class PagePool:
                 break
             found.append(parent)
         return found
+
+    def num_cached_tokens(self, domain: CacheDomain, prompt_bytes: bytes) -> int:
+        """Tokens from the start of a prompt whose pages are in the tree. From any thread, since it only looks: a hint.
+
+        Args:
+            prompt_bytes: `token_bytes` of the prompt.
+        """
+        width = self._page_size * _TOKEN_BYTES
+        parent: PageNode | None = None
+        for start in range(0, len(prompt_bytes) - width + 1, width):
+            node = self._tree.find(domain, parent, prompt_bytes[start : start + width])
+            if node is None:
+                return start // _TOKEN_BYTES
+            parent = node
+        return len(prompt_bytes) // width * self._page_size
 
     def num_missing(self, matched: list[PageNode], num_tokens: int) -> int:
         """By how many `num_free` would fall if a new sequence took `matched` and grew to `num_tokens`."""

@@ -67,6 +67,7 @@ class RequestOutput:
         stop_token_id: the token that ended it, if one did.
         num_cached_tokens: prompt tokens whose keys and values were there when the choice was first admitted.
         error: message, with finish_reason "error".
+        is_retryable: with an error: it was the engine's fault, and the same request may well succeed with another.
         logprobs: of each of `token_ids`, if asked for.
         prompt_logprobs: of each prompt token, if asked for; the first is None, for nothing stands before it. Comes once,
             with the first output of choice 0.
@@ -81,6 +82,7 @@ class RequestOutput:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    is_retryable: bool = False
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     time: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,13 @@ class TimeCounts:
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
+
+    @staticmethod
+    def sum(parts: Sequence[TimeCounts]) -> TimeCounts:
+        """All durations of several histograms with the same bounds."""
+        bounds = parts[0].bounds if parts else ()
+        counts = tuple(map(sum, zip(*(part.counts for part in parts), strict=True))) if parts else (0,)
+        return TimeCounts(bounds, counts, math.fsum(part.total for part in parts))
 
     def cumulative(self) -> list[tuple[float, int]]:
         """Each bound with the count of durations up to it; the last bound is infinity."""

@@ -65,6 +65,10 @@ class Stats(Protocol):
     def step_times(self) -> TimeCounts: ...
     @property
     def device_kind(self) -> str: ...
+    @property
+    def replicas(self) -> Sequence[Stats | None]:
+        """Of each of several engines behind this one; None: it does not run. Empty where it is one."""
+        ...
 
 
 class Engine(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError
+from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError, RequestOutput
 
 
 class ApiError(Exception):
@@ -94,6 +94,15 @@ class UnavailableError(ApiError):
 
 class InternalServerError(ApiError):
     """A fault of the server; what happened is in its log, under the request's id."""
+
+
+def from_error_output(output: RequestOutput) -> ApiError:
+    """What is made of an answer that ended with an error in the engine; details are in the log."""
+    if output.is_retryable:
+        return UnavailableError(
+            "the engine stopped before this answer was complete: try again shortly", code="engine_error"
+        )
+    return InternalServerError("the engine stopped before this answer was complete", code="engine_error")
 
 
 def from_engine_error(error: RequestError | QueueFullError | EngineStoppedError) -> ApiError:

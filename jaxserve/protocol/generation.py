@@ -11,7 +11,7 @@ from jaxserve.engine.request import RequestOutput, TokenLogprobs
 from jaxserve.protocol.choice_text import ChoiceText, TextDelta
 from jaxserve.protocol.course import CourseTimer
 from jaxserve.protocol.engine_protocol import TokenStream
-from jaxserve.protocol.errors import InternalServerError
+from jaxserve.protocol.errors import InternalServerError, from_error_output
 from jaxserve.protocol.observer import Outcome, RequestObserver
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class TextGeneration:
         """One delta for each output of the engine, until every choice has finished.
 
         Raises:
-            InternalServerError: the engine failed this request.
+            InternalServerError: the engine failed this request; UnavailableError: and trying again makes sense.
         """
         try:
             async for received in self._stream:
@@ -114,7 +114,7 @@ class TextGeneration:
     def _check(self, output: RequestOutput) -> None:
         if output.finish_reason == "error":
             logger.error("engine error in request %s: %s", output.request_id, output.error)
-            raise InternalServerError("the engine stopped before this answer was complete", code="engine_error")
+            raise from_error_output(output)
         if output.finish_reason == "abort":
             raise InternalServerError("this request was aborted before its answer was complete", code="aborted")
 

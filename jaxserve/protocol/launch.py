@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, check_files, read_manifest
 from jaxserve.checkpoint.source import resolve_model
-from jaxserve.checkpoint.store import load_checkpoint
+from jaxserve.checkpoint.store import converted_folder, load_checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import build_engine, make_engine_mesh
+from jaxserve.engine.client import EngineClient, Replica
+from jaxserve.engine.replicas import start_engine
 from jaxserve.engine.request import RequestError
 from jaxserve.progress import Progress
 from jaxserve.protocol.errors import BadRequestError
@@ -35,11 +38,17 @@ def launch(
         CheckpointError: the model cannot be found, read or used; one line says what to do about it.
         ValueError: the pinned prompt cannot be served.
     """
-    folder = resolve_model(model, progress)
-    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=make_engine_mesh(config))
-    tokenizer = load_tokenizer(checkpoint.tokenizer_dir)
+    folder = converted_folder(resolve_model(model, progress), progress)
+    check_files(folder, read_manifest(folder))
+    tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
     template = load_chat_template(tokenizer, model)
-    engine = build_engine(checkpoint.model_config, checkpoint.params, config, progress)
+
+    def build(config: EngineConfig, replica: Replica) -> EngineClient:
+        mesh = make_engine_mesh(config, replica.index)
+        checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
+        return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica)
+
+    engine = start_engine(config, build)
     service = OpenAIService(
         engine,
         tokenizer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -36,6 +36,8 @@ _NEXT_TOKEN_BUCKETS = (
 _REQUEST_BUCKETS = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480,
 )  # fmt: skip
+_STEP_TIMES = "engine_step_seconds", "Duration of the engine's steps."
+_REPLICA_LABEL = "engine"
 _TOKEN_COUNT_BUCKETS = tuple(2**power for power in range(18))
 
 
@@ -158,8 +160,11 @@ class _TimesCollector(Collector):
 
 
 def _times_family(name: str, description: str, times: TimeCounts) -> HistogramMetricFamily:
-    buckets = [(floatToGoString(bound), count) for bound, count in times.cumulative()]
-    return HistogramMetricFamily(f"{PREFIX}{name}", description, buckets=buckets, sum_value=times.total)
+    return HistogramMetricFamily(f"{PREFIX}{name}", description, buckets=_buckets(times), sum_value=times.total)
+
+
+def _buckets(times: TimeCounts) -> list[tuple[str, int]]:
+    return [(floatToGoString(bound), count) for bound, count in times.cumulative()]
 
 
 class _EngineCollector(Collector):
@@ -172,16 +177,42 @@ class _EngineCollector(Collector):
         if self._slot.service is None:
             return
         stats = self._slot.service.engine.stats()
-        for name, description, value in _gauges(stats):
-            yield GaugeMetricFamily(f"{PREFIX}{name}", description, value=value)
-        for name, description, value in _counters(stats):
-            yield CounterMetricFamily(f"{PREFIX}{name}", description, value=value)
-        yield _times_family("engine_step_seconds", "Duration of the engine's steps.", stats.step_times)
+        if stats.replicas:
+            yield from _of_replicas(stats.replicas)
+        else:
+            yield from _of_one(stats)
         device = GaugeMetricFamily(
             f"{PREFIX}device_info", "The device that the model runs on.", labels=["device", "model"]
         )
         device.add_metric([stats.device_kind, self._slot.service.model_name], 1)
         yield device
+
+
+def _of_one(stats: Stats) -> Iterator[Metric]:
+    for name, description, value in _gauges(stats):
+        yield GaugeMetricFamily(f"{PREFIX}{name}", description, value=value)
+    for name, description, value in _counters(stats):
+        yield CounterMetricFamily(f"{PREFIX}{name}", description, value=value)
+    yield _times_family(*_STEP_TIMES, stats.step_times)
+
+
+def _of_replicas(replicas: Sequence[Stats | None]) -> Iterator[Metric]:
+    """The same for each, with the label `engine`, that vLLM has too; one that does not run has none but that it is down."""
+    up = GaugeMetricFamily(f"{PREFIX}replica_up", "Whether the replica runs.", labels=[_REPLICA_LABEL])
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    steps = HistogramMetricFamily(f"{PREFIX}{_STEP_TIMES[0]}", _STEP_TIMES[1], labels=[_REPLICA_LABEL])
+    for index, stats in enumerate(replicas):
+        label = [str(index)]
+        up.add_metric(label, float(stats is not None))
+        if stats is None:
+            continue
+        for family, numbers in ((GaugeMetricFamily, _gauges(stats)), (CounterMetricFamily, _counters(stats))):
+            for name, description, value in numbers:
+                if name not in families:
+                    families[name] = family(f"{PREFIX}{name}", description, labels=[_REPLICA_LABEL])
+                families[name].add_metric(label, value)
+        steps.add_metric(label, buckets=_buckets(stats.step_times), sum_value=stats.step_times.total)
+    yield from (up, *families.values(), steps)
 
 
 def _gauges(stats: Stats) -> list[tuple[str, str, float]]:

@@ -134,7 +134,11 @@ class ApiKeyMiddleware:
             await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        if scope["type"] == "http" and route_path(scope) in PUBLIC_PATHS | WEB_PATHS and scope["method"] in ("GET", "HEAD"):
+        if (
+            scope["type"] == "http"
+            and route_path(scope) in PUBLIC_PATHS | WEB_PATHS
+            and scope["method"] in ("GET", "HEAD")
+        ):
             return True
         is_admin = scope["type"] == "http" and route_path(scope) in ADMIN_PATHS
         if not self._digests and not (is_admin and self._admin_digests):

@@ -12,7 +12,7 @@ from jaxserve.protocol.observer import RequestCourse
 from jaxserve.protocol.prompts import PromptBuilder
 from jaxserve.server.metrics import ALIASED, Metrics
 from jaxserve.server.slot import ServiceSlot
-from tests.fakes import MODEL_NAME, FakeEngine, fake_service, say
+from tests.fakes import MODEL_NAME, FakeEngine, FakeStats, fake_service, say
 from tests.server.harness import USER, client_of
 
 
@@ -106,3 +106,21 @@ async def test_times_start_when_the_request_has_been_received(monkeypatch: pytes
         text = (await client.get("/metrics")).text
     for name in ("time_to_first_token_seconds", "request_queue_time_seconds", "e2e_request_latency_seconds"):
         assert value(text, f"jaxserve:{name}_sum") >= 0.2
+
+
+def test_replicas_are_told_apart_by_a_label() -> None:
+    parts = (
+        FakeStats(num_running=2, num_waiting=0, generation_tokens=5),
+        None,
+        FakeStats(num_running=1, num_waiting=0),
+    )
+    service = fake_service(FakeEngine(say("a"), replicas=parts))
+    text = Metrics(ServiceSlot(service)).exposition().decode()
+    assert [value(text, "jaxserve:replica_up", engine=str(index)) for index in range(3)] == [1, 0, 1]
+    assert value(text, "jaxserve:num_requests_running", engine="0") == 2
+    assert value(text, "jaxserve:num_requests_running", engine="2") == 1
+    assert value(text, "jaxserve:generation_tokens_total", engine="0") == 5
+    assert value(text, "vllm:num_requests_running", engine="2", model_name=MODEL_NAME) == 1
+    assert value(text, "jaxserve:engine_step_seconds_count", engine="0") == 0
+    running = [name for name in values(text) if name[0] == "jaxserve:num_requests_running"]
+    assert len(running) == 2  # none of the one that does not run, and no sum beside them

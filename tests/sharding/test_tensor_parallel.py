@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine.build import build_engine, make_engine_mesh
+from jaxserve.engine.client import EngineClient, Replica
+from jaxserve.engine.replicas import start_engine
+from jaxserve.progress import NoProgress
 from jaxserve.sampling_params import SamplingParams
 from tests.tiny_engine import MODEL_CONFIG, Answer, ask, random_params, tiny_engine
 
@@ -92,3 +96,30 @@ def test_too_many_devices_are_refused() -> None:
         tiny_engine(dataclasses.replace(CONFIG, tensor_parallel_size=16)),
     ):
         pass
+
+
+def test_replicas_with_several_devices_each_give_the_same_tokens() -> None:
+    """Side by side, over devices of their own."""
+    config = dataclasses.replace(CONFIG, data_parallel_size=2, tensor_parallel_size=2)
+    model_config = model(8)
+
+    def build(config: EngineConfig, replica: Replica) -> EngineClient:
+        return build_engine(model_config, random_params(model_config), config, NoProgress(), replica)
+
+    engine = start_engine(config, build)
+    try:
+        asked = [Answer(engine, PROMPTS[1], GREEDY) for _ in range(4)]
+        found = [answer.wait()[0] for answer in asked]
+        assert found == [answers(8, None, 1)[2]] * 4
+        parts = engine.stats().replicas
+        assert all(part is not None and part.generation_tokens == 2 * GREEDY.max_tokens for part in parts)
+    finally:
+        engine.shutdown()
+
+
+def test_replicas_have_devices_of_their_own() -> None:
+    config = EngineConfig(tensor_parallel_size=2, data_parallel_size=4)
+    groups = [set(make_engine_mesh(config, replica).devices.flat) for replica in range(4)]
+    assert len(set.union(*groups)) == 8
+    with pytest.raises(ValueError, match=r"=2 times data_parallel_size=5 .*8 cpu device.*JAX_NUM_CPU_DEVICES"):
+        make_engine_mesh(dataclasses.replace(config, data_parallel_size=5))
