@@ -130,9 +130,12 @@ class ModelRunner:
     def warm_up(self, progress: Progress) -> None:
         """Compiles every program, in parallel; nothing is compiled after it."""
         buckets = self._buckets.all()
-        modes = [(mode, False) for mode in self._buckets.sampling_modes]
-        modes += [(mode, True) for mode in self._buckets.masked_modes]
-        sampling = [SampleProgram(rows, mode, masked) for rows in self._buckets.sample_rows for mode, masked in modes]
+        sampling = [
+            SampleProgram(rows, mode, masked)
+            for rows in self._buckets.sample_rows
+            for masked, modes in ((False, self._buckets.sampling_modes), (True, self._buckets.masked_modes))
+            for mode in modes
+        ]
         with (
             progress.task("compiling", len(buckets) + len(sampling) + 2, "programs") as advance,
             ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,

@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.json_cost import check_cost
 from jaxserve.protocol.messages import clean_message
+from jaxserve.protocol.output_format import clean_output_fields
 from jaxserve.protocol.request_rules import check_chat_rules, check_completion_rules, check_logit_bias
 from jaxserve.protocol.requests import (
     MAX_MESSAGES,
@@ -49,6 +50,7 @@ def parse_chat_request(body: Mapping[str, Any]) -> ChatCompletionRequest:
     """
     fields = supported(body, ChatCompletionRequest.model_fields, UNSUPPORTED_CHAT, "")
     _clean_stream_options(fields)
+    clean_output_fields(fields)
     check_logit_bias(fields)
     clean_messages(fields)
     request = validate(ChatCompletionRequest, fields)
@@ -64,6 +66,7 @@ def parse_completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     """
     fields = supported(body, CompletionRequest.model_fields, UNSUPPORTED_COMPLETION, "")
     _clean_stream_options(fields)
+    clean_output_fields(fields)
     check_logit_bias(fields)
     if "prompt" in fields:
         _check_prompt(fields["prompt"])

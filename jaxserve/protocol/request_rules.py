@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.messages import check_message
+from jaxserve.protocol.output_format import check_output_format
 from jaxserve.protocol.requests import (
     MAX_TOTAL_CHOICES,
     ChatCompletionRequest,
@@ -57,6 +58,7 @@ def check_completion_rules(request: CompletionRequest) -> None:
 
 
 def check_generation(request: GenerationRequest) -> None:
+    check_output_format(request.response_format, request.structured_outputs)
     if request.stream_options is not None and not request.stream:
         raise BadRequestError("`stream_options` goes with `stream: true` only", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:

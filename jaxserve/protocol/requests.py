@@ -17,7 +17,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, SkipValidation
 
+from jaxserve.constraint import Constraint
 from jaxserve.protocol.messages import ChatMessage
+from jaxserve.protocol.output_format import ResponseFormat, StructuredOutputs
 from jaxserve.protocol.validation import StrictModel
 from jaxserve.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SEED_MAX, SEED_MIN, SamplingParams
 
@@ -45,11 +47,9 @@ UNSUPPORTED_COMMON: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -136,12 +136,18 @@ class SamplingFields(AccountFields):
 
 
 class GenerationRequest(SamplingFields):
-    """What chat completions and completions take beside that."""
+    """What chat completions and completions take beside that.
+
+    Attributes:
+        response_format, structured_outputs: what the answer must look like; one of them.
+    """
 
     max_tokens: int | None = Field(None, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def num_drawn(self) -> int:
@@ -169,11 +175,12 @@ class GenerationRequest(SamplingFields):
     def continuous_usage(self) -> bool:
         return self.include_usage() and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-    def sampling(self, *, max_tokens: int | None) -> SamplingParams:
+    def sampling(self, *, max_tokens: int | None, constraint: Constraint | None = None) -> SamplingParams:
         """What the engine is asked for.
 
         Args:
             max_tokens: tokens of a choice, at least 1; None: as many as there is room for.
+            constraint: what every choice must follow.
         """
         ranks = self.num_drawn > self.n  # by their log probabilities
         return SamplingParams(
@@ -193,6 +200,7 @@ class GenerationRequest(SamplingFields):
             min_tokens=self.min_tokens,
             logprobs=0 if ranks and self.num_top_logprobs is None else self.num_top_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
+            constraint=constraint,
         )
 
 

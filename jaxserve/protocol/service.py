@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from jaxserve.constraint import Constraint
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError
 from jaxserve.protocol import assembly, responses_api_assembly
 from jaxserve.protocol.assembly import Answer, Echo
@@ -17,6 +18,7 @@ from jaxserve.protocol.engine_protocol import Engine, TokenStream
 from jaxserve.protocol.errors import ApiError, BadRequestError, NotFoundError, from_engine_error
 from jaxserve.protocol.generation import TextGeneration
 from jaxserve.protocol.logprobs import LogprobWriter
+from jaxserve.protocol.output_format import compile_wanted, wanted_grammar
 from jaxserve.protocol.observer import NoObserver, RequestObserver
 from jaxserve.protocol.prompts import PromptBuilder
 from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -33,6 +35,7 @@ from jaxserve.protocol.responses_api_objects import ResponseEvent, ResponseObjec
 from jaxserve.protocol.responses_api_requests import ResponsesRequest
 from jaxserve.protocol.tokenize_requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.compiler import GrammarCompiler
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -99,6 +102,7 @@ class OpenAIService:
             max_model_len=engine.max_model_len,
             allow_special_tokens_in_content=allow_special_tokens_in_content,
         )
+        self._grammars = GrammarCompiler(tokenizer)
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="jaxserve-text")
 
     async def chat_completion(
@@ -215,16 +219,20 @@ class OpenAIService:
         """Stops the engine and the text threads; answers that still run fail."""
         self.engine.shutdown()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     async def _chat_answer(self, request: ChatCompletionRequest, observer: RequestObserver | None) -> Answer:
         self._check_generation(request)
+        constraint = await self._constraint(request)
         token_ids = await self._in_thread(lambda: self._prompts.chat(request))
-        return self._answer("chatcmpl", request, [_EncodedPrompt(token_ids, "messages")], observer)
+        prompts = [_EncodedPrompt(token_ids, "messages")]
+        return self._answer("chatcmpl", request, prompts, observer, constraint=constraint)
 
     async def _completion_answer(self, request: CompletionRequest, observer: RequestObserver | None) -> Answer:
         self._check_generation(request)
+        constraint = await self._constraint(request)
         prompts = await self._in_thread(lambda: self._encode_prompts(request))
-        return self._answer("cmpl", request, prompts, observer, has_echoes=request.echo)
+        return self._answer("cmpl", request, prompts, observer, has_echoes=request.echo, constraint=constraint)
 
     async def _response_answer(self, request: ResponsesRequest, observer: RequestObserver | None) -> Answer:
         chat = request.as_chat()
@@ -240,9 +248,10 @@ class OpenAIService:
         observer: RequestObserver | None,
         *,
         has_echoes: bool = False,
+        constraint: Constraint | None = None,
     ) -> Answer:
         """Queues the prompts; what becomes of them makes up the answer."""
-        generations = self._submit(request, prompts, observer or NoObserver())
+        generations = self._submit(request, prompts, observer or NoObserver(), constraint)
         return Answer(
             model=self.model_name,
             generations=generations,
@@ -253,6 +262,11 @@ class OpenAIService:
             prompt_logprobs=self._writer(request.prompt_logprobs),
             usage=_usage(request),
         )
+
+    async def _constraint(self, request: GenerationRequest) -> Constraint | None:
+        """What the answer must look like, compiled."""
+        wanted = wanted_grammar(request.response_format, request.structured_outputs)
+        return None if wanted is None else await compile_wanted(self._grammars, *wanted)
 
     def _writer(self, num_top: int | None) -> LogprobWriter | None:
         return None if num_top is None else LogprobWriter(self.tokenizer, num_top)
@@ -271,7 +285,11 @@ class OpenAIService:
         return encoded
 
     def _submit(
-        self, request: GenerationRequest, prompts: Sequence[_EncodedPrompt], observer: RequestObserver
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[_EncodedPrompt],
+        observer: RequestObserver,
+        constraint: Constraint | None,
     ) -> list[TextGeneration]:
         """Queues every prompt, or none: the request fails as a whole."""
         self._check_logprobs(request, prompts)
@@ -279,7 +297,7 @@ class OpenAIService:
         generations: list[TextGeneration] = []
         try:
             for prompt in prompts:
-                sampling = self._sampling(request, prompt)
+                sampling = self._sampling(request, prompt, constraint)
                 streams.append(
                     self.engine.submit(
                         prompt.token_ids, sampling, cache_salt=request.cache_salt, priority=request.priority
@@ -302,7 +320,9 @@ class OpenAIService:
             raise
         return generations
 
-    def _sampling(self, request: GenerationRequest, prompt: _EncodedPrompt) -> SamplingParams:
+    def _sampling(
+        self, request: GenerationRequest, prompt: _EncodedPrompt, constraint: Constraint | None
+    ) -> SamplingParams:
         room = max(1, self.engine.max_model_len - len(prompt.token_ids))
         if request.min_tokens > room:
             raise BadRequestError(
@@ -310,7 +330,8 @@ class OpenAIService:
             )
         limit = request.output_limit
         # The engine generates one token at least; where only the prompt is scored, that token is no part of the answer.
-        return request.sampling(max_tokens=None if limit is None else min(max(limit, 1), room))
+        max_tokens = None if limit is None else min(max(limit, 1), room)
+        return request.sampling(max_tokens=max_tokens, constraint=constraint)
 
     def _choices(self, request: GenerationRequest, prompt: _EncodedPrompt, first_index: int) -> list[ChoiceText]:
         return [

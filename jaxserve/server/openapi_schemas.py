@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jaxserve.protocol.messages import UNSUPPORTED_MESSAGE
+from jaxserve.protocol.output_format import UNSUPPORTED_STRUCTURED_OUTPUTS
 from jaxserve.protocol.requests import (
     MAX_MESSAGES,
     MAX_PROMPT_TOKEN_IDS,
@@ -101,6 +102,9 @@ _LENIENT: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "ChatCompletionRequest": UNSUPPORTED_CHAT,
     "CompletionRequest": UNSUPPORTED_COMPLETION,
     "StreamOptions": UNSUPPORTED_STREAM_OPTIONS,
+    "ResponseFormat": {},
+    "JsonSchemaFormat": {},
+    "StructuredOutputs": UNSUPPORTED_STRUCTURED_OUTPUTS,
     "ChatMessage": UNSUPPORTED_MESSAGE,
     "TextPart": {},
     "ResponsesRequest": UNSUPPORTED_RESPONSES,

@@ -161,7 +161,7 @@ def test_top_k_off_is_not_top_k_one(client: openai.OpenAI) -> None:
         ({"max_tokens": 0}, "max_tokens"), ({"temperature": 3.0}, "temperature"), ({"stop": ""}, "stop"),
         ({"extra_body": {"max_token": 5}}, "max_token"),
         ({"extra_body": {"stop_token_ids": [259]}}, "stop_token_ids[0]"),
-        ({"top_logprobs": 2}, "top_logprobs"), ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"), ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"seed": 2**64}, "seed"), ({"n": 0, "stream": True}, "n"),
     ],
 )  # fmt: skip

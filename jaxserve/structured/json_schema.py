@@ -1,0 +1,172 @@
+"""Which JSON Schemas can be enforced to the letter. Whatever else a schema says is refused, and named.
+
+The compiler behind this enforces each keyword of `_ENFORCED`; it would pass over others in silence, so they are looked
+for here. Some of what it does is narrower than JSON Schema: properties come in the order in which the schema lists them,
+those that it does not list after them, and characters stand for themselves and not as `\\u` escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from jaxserve.structured.errors import GrammarError
+
+_ENFORCED = frozenset(
+    (
+        *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"),
+        *("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"),
+        *("items", "prefixItems", "minItems", "maxItems"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *("minLength", "maxLength", "pattern", "format"),
+    )
+)
+_ANNOTATIONS = frozenset(
+    (
+        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$comment", "$schema", "$defs", "definitions", "discriminator", "externalDocs", "xml"),
+        *("contentEncoding", "contentMediaType", "contentSchema"),
+    )
+)
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_ESCAPES = "\b\f\n\r\t"  # control characters that have a short escape
+
+Schema = dict[str, Any] | bool
+
+
+def check_schema(schema: Schema) -> None:
+    """Raises:
+    GrammarError: names the first part that cannot be enforced, or says that nothing finite satisfies the schema.
+    """
+    references: dict[str, str] = {}
+    for part, path in _subschemas(schema, ""):
+        _check_part(part, path, is_root=path == "")
+        reference = part.get("$ref")
+        if reference is not None:
+            references.setdefault(reference, _at(path, "$ref"))
+    targets = {reference: _resolve(schema, reference, path) for reference, path in references.items()}
+    finite: set[str] = set()
+    while found := [name for name, target in targets.items() if name not in finite and _ends(target, finite)]:
+        finite.update(found)
+    for reference, path in references.items():
+        if reference not in finite:
+            raise GrammarError(f"{reference!r} refers to itself without end: no finite value satisfies it", path)
+
+
+def _subschemas(schema: Any, path: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every object that is a schema, and where it is."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise GrammarError(f"a schema is an object or a boolean, not {type(schema).__name__}", path)
+    yield schema, path
+    for keyword in _MAPS:
+        members = schema.get(keyword, {})
+        if not isinstance(members, dict):
+            raise GrammarError(f"`{keyword}` must be an object", _at(path, keyword))
+        for name, member in members.items():
+            yield from _subschemas(member, _at(path, keyword, name))
+    for keyword in _LISTS:
+        members = schema.get(keyword, [])
+        if not isinstance(members, list):
+            raise GrammarError(f"`{keyword}` must be a list of schemas", _at(path, keyword))
+        for index, member in enumerate(members):
+            yield from _subschemas(member, f"{_at(path, keyword)}[{index}]")
+    for keyword in _SINGLE:
+        if keyword in schema:
+            yield from _subschemas(schema[keyword], _at(path, keyword))
+
+
+def _check_part(schema: dict[str, Any], path: str, *, is_root: bool) -> None:
+    for keyword, value in schema.items():
+        known = keyword in _ENFORCED or keyword in _ANNOTATIONS or (keyword == "$id" and is_root)
+        if not known and not (keyword.startswith("x-") and keyword != "x-guidance"):
+            raise GrammarError(f"the keyword `{keyword[:100]}` cannot be enforced: leave it out", _at(path, keyword))
+        if keyword in _NUMBERS and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise GrammarError(f"`{keyword}` must be a number", _at(path, keyword))
+        if keyword == "$ref" and not isinstance(value, str):
+            raise GrammarError("`$ref` must be a string", _at(path, keyword))
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise GrammarError("`required` must be a list of strings", _at(path, "required"))
+    texts = [*schema.get("properties", {}), *required, schema.get("const"), *_list(schema.get("enum"))]
+    for text in _strings(texts):
+        if any((character < " " and character not in _ESCAPES) or character == "\x7f" for character in text):
+            raise GrammarError(f"the control characters of {text[:100]!r} cannot be written", path)
+    least = schema.get("minProperties", 0)
+    is_open = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
+    if is_open and isinstance(least, int) and least > max(1, len(required)):
+        message = (
+            "`minProperties` above 1 is enforced only where all properties are listed or required: a name may repeat"
+        )
+        raise GrammarError(message, _at(path, "minProperties"))
+
+
+def _resolve(root: Schema, reference: str, path: str) -> Any:
+    """What a reference refers to; a JSON pointer (RFC 6901) into the schema itself."""
+    if reference != "#" and not reference.startswith("#/"):
+        raise GrammarError(
+            f"{reference[:200]!r}: only references into the schema itself are followed, as '#/$defs/x'", path
+        )
+    part: Any = root
+    for step in reference[2:].split("/") if reference != "#" else ():
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(part, dict) and step in part:
+            part = part[step]
+        elif isinstance(part, list) and step.isdecimal() and int(step) < len(part):
+            part = part[int(step)]
+        else:
+            raise GrammarError(f"{reference[:200]!r} refers to nothing", path)
+    if not isinstance(part, (dict, bool)):
+        raise GrammarError(f"{reference[:200]!r} refers to something that is no schema", path)
+    return part
+
+
+def _ends(schema: Any, finite: set[str]) -> bool:
+    """Whether a schema has finite values, if the references in `finite` have."""
+    if not isinstance(schema, dict):
+        return True
+    if "$ref" in schema and schema["$ref"] not in finite:
+        return False
+    if not all(_ends(part, finite) for part in schema.get("allOf", ())):
+        return False
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema and not any(_ends(part, finite) for part in schema[keyword]):
+            return False
+    if "enum" in schema or "const" in schema:
+        return True
+    kinds = schema.get("type", ())
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if any(kind not in ("object", "array") for kind in kinds):
+        return True
+    properties, needed = schema.get("properties", {}), schema.get("required", ())
+    objects = all(_ends(properties[name], finite) for name in needed if name in properties)
+    least = schema.get("minItems", 0)
+    items = [*schema.get("prefixItems", ()), schema.get("items", True)][: least if isinstance(least, int) else 1]
+    arrays = all(_ends(item, finite) for item in items)
+    ends = {"object": objects, "array": arrays}
+    if kinds:
+        return any(ends[kind] for kind in kinds)
+    return not properties or objects  # without a type, most of what it allows is neither
+
+
+def _strings(values: list[Any]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            yield from _strings(value)
+        elif isinstance(value, dict):
+            yield from _strings([*value, *value.values()])
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _at(path: str, *names: str) -> str:
+    return ".".join([*([path] if path else []), *(name[:100] for name in names)])

@@ -1,0 +1,52 @@
+"""A model's tokens as the grammar library wants them: bytes, and which of them are no text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import llguidance
+
+from jaxserve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens for grammars.
+
+    Attributes:
+        end_id: an id past all tokens, which the library takes for the end of text: which real tokens end an output
+            differs from request to request, and is the engine's business.
+    """
+
+    tokenizer: llguidance.LLTokenizer
+    end_id: int
+
+    @property
+    def num_words(self) -> int:
+        """32-bit words of a mask."""
+        return -(-(self.end_id + 1) // 32)
+
+
+class _LibraryTokenizer:
+    """What `llguidance.TokenizerWrapper` looks for."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eos_token_id = tokenizer.vocab_size
+        special = tokenizer.special_token_ids
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)] + [b"<end>"]
+        self.special_token_ids = [*sorted(special), self.eos_token_id]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("text only")
+        return self._tokenizer.encode_continuation(text)
+
+
+def make_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    """Takes a second or so for a large vocabulary."""
+    wrapped = llguidance.TokenizerWrapper(_LibraryTokenizer(tokenizer))
+    slices = llguidance.LLTokenizer.json_slices()
+    return Vocabulary(llguidance.LLTokenizer(wrapped, slices=slices), end_id=tokenizer.vocab_size)

@@ -1,0 +1,155 @@
+"""Structured output through a real server with a random model, at a temperature at which it says anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from jsonschema import Draft202012Validator
+from pydantic import BaseModel
+
+from tests.server.processes import server_process
+from tests.server.test_openai_client import LAUNCH, MESSAGES, MODEL
+
+HOT: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 1.5, "max_tokens": 150}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["é", 'a"b', 3, None]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": -5, "maximum": 40}, "maxItems": 3},
+    },
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def client(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    folder = tmp_path_factory.mktemp("server")
+    flags = ["--port", "0", "--served-model-name", MODEL, "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
+    with server_process(["-c", LAUNCH, "serve", str(tiny_model_dir), *flags], folder / "log", home=folder) as process:
+        process.wait_ready()
+        with openai.OpenAI(base_url=f"{process.url()}/v1", api_key="x", max_retries=0, timeout=60) as client:
+            yield client
+        process.process.terminate()
+        assert process.exit_code() == 0
+        assert "Traceback" not in process.log
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def text_of(client: openai.OpenAI, **fields: Any) -> tuple[str, str]:
+    choice = client.chat.completions.create(**{**HOT, **fields}).choices[0]
+    return choice.message.content or "", choice.finish_reason
+
+
+def test_answers_satisfy_their_schema(client: openai.OpenAI) -> None:
+    def check(seed: int) -> None:
+        text, reason = text_of(client, seed=seed, response_format=schema_format(SCHEMA))
+        assert reason == "stop"
+        Draft202012Validator(SCHEMA).validate(json.loads(text))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(check, range(12)))
+
+
+def test_streams_say_the_same(client: openai.OpenAI) -> None:
+    fields = {"seed": 3, "response_format": schema_format(SCHEMA)}
+    stream = client.chat.completions.create(**{**HOT, **fields}, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text_of(client, **fields)[0]
+
+
+def test_several_choices_and_penalties(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        **HOT, n=3, seed=1, response_format=schema_format(SCHEMA), frequency_penalty=1.0, logprobs=True, top_logprobs=3,
+        logit_bias={str(ord(" ")): 50, str(ord("\n")): 50},
+    )  # fmt: skip
+    assert answer.choices[0].logprobs is not None
+    for choice in answer.choices:
+        Draft202012Validator(SCHEMA).validate(json.loads(choice.message.content or ""))
+
+
+@pytest.mark.parametrize(
+    ("structured", "pattern"),
+    [
+        ({"regex": "[ab]{5}-[0-9]{2}"}, "[ab]{5}-[0-9]{2}"),
+        ({"choice": ["yes", "no", "maybe so"]}, "yes|no|maybe so"),
+        ({"grammar": 'root ::= "<" [a-c]+ ">"'}, "<[a-c]+>"),
+        ({"json": {"type": "boolean"}}, "true|false"),
+        ({"json": '{"type": "integer", "minimum": 0, "maximum": 9}'}, "[0-9]"),
+    ],
+)
+def test_structured_outputs(client: openai.OpenAI, structured: dict[str, Any], pattern: str) -> None:
+    text, _ = text_of(client, seed=5, extra_body={"structured_outputs": structured})
+    assert re.fullmatch(pattern, text)
+    body = {"structured_outputs": structured}
+    completion = client.completions.create(model=MODEL, prompt="x", max_tokens=100, seed=5, extra_body=body)
+    assert re.fullmatch(pattern, completion.choices[0].text)
+
+
+def test_a_cut_answer_is_the_beginning_of_one(client: openai.OpenAI) -> None:
+    biases = {str(ord(" ")): 50, str(ord("\n")): 50}
+    text, reason = text_of(client, max_tokens=5, logit_bias=biases, response_format={"type": "json_object"})
+    assert (text[:1], reason) == ("{", "length")
+
+
+def test_stop_ids_end_only_what_is_complete(client: openai.OpenAI) -> None:
+    fields = {
+        "response_format": schema_format({"type": "array", "items": {"enum": ["x"]}, "minItems": 3, "maxItems": 3})
+    }
+    stops = {"stop_token_ids": [ord("x"), ord('"'), ord("]")]}
+    text, reason = text_of(client, seed=2, extra_body=stops, **fields)
+    assert (json.loads(text), reason) == (["x"] * 3, "stop")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": schema_format({"properties": {"a": {"not": {}}}})},
+         "response_format.json_schema.schema.properties.a.not"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": True}}},
+         "response_format.json_schema.name"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format.json_schema"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_refused(client: openai.OpenAI, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=body)
+    assert refused.value.param == param
+    assert text_of(client, seed=1, extra_body={"structured_outputs": {"choice": ["fine"]}}) == ("fine", "stop")
+
+
+def test_the_client_parses_into_a_class(client: openai.OpenAI) -> None:
+    class Inner(BaseModel):
+        level: int
+        tags: list[str]
+
+    class Event(BaseModel):
+        name: str
+        inner: Inner | None
+
+    for seed in range(20):
+        fields = {**HOT, "max_tokens": 60}
+        try:
+            answer = client.beta.chat.completions.parse(**fields, seed=seed, response_format=Event)
+        except openai.LengthFinishReasonError:  # strings have no bound, and this model knows no end
+            continue
+        assert isinstance(answer.choices[0].message.parsed, Event)
+        return
+    raise AssertionError("no answer of 20 was whole")

@@ -1,0 +1,81 @@
+"""Expressions, choices and grammars, and the compiler around them."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.constraint import ConstraintError
+from jaxserve.structured.compiler import GrammarCompiler
+from jaxserve.structured.errors import GrammarError
+from jaxserve.structured.grammar import Grammar
+from tests.fakes import byte_tokenizer
+from tests.structured.grammars import compiled, refused_at
+
+CHOICES = ["a/b", "c.d\n", 'é"', "ab", "abc", "{x}"]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (Grammar("regex", "[0-9]{3}(-x)?"), ["123", "123-x"], ["12", "123-", "x123"]),
+        (Grammar.of_choices(CHOICES), CHOICES, ["cxd", "a"]),
+        (Grammar("grammar", 'root ::= [a-z]+ "!"'), ["ab!"], ["ab", "!"]),
+        (Grammar("grammar", 'start: "a" | "b" NUM\nNUM: /[0-9]{1,2}/'), ["a", "b12"], ["b", "b123"]),
+    ],
+)  # fmt: skip
+def test_texts_of_a_grammar(grammar: Grammar, good: list[str], bad: list[str]) -> None:
+    rule = compiled(grammar)
+    assert [text for text in good if refused_at(rule, text) is not None] == []
+    assert [text for text in bad if refused_at(rule, text) is None] == []
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar("regex", "(a"), Grammar("grammar", "start: NOTHING"), Grammar("grammar", "root ::= ("),
+     Grammar("regex", "[^\\s\\S]")],
+)  # fmt: skip
+def test_broken_grammars_are_refused(grammar: Grammar) -> None:
+    with pytest.raises(GrammarError) as refused:
+        compiled(grammar)
+    assert str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_states_of_one_grammar_do_not_share_anything() -> None:
+    grammar = compiled(Grammar("regex", "ab|cd"))
+    first, second = grammar.start(), grammar.start()
+    first.accept(ord("a"))
+    second.accept(ord("c"))
+    first.accept(ord("b"))
+    second.accept(ord("d"))
+    assert first.is_final and second.is_final
+
+
+def test_a_token_that_may_not_stand_there_is_an_error() -> None:
+    state = compiled(Grammar("regex", "ab")).start()
+    with pytest.raises(ConstraintError):
+        state.accept(ord("b"))
+
+
+@pytest.mark.anyio
+async def test_grammars_are_kept() -> None:
+    compiler = GrammarCompiler(byte_tokenizer())
+    try:
+        first = await compiler.compile(Grammar("regex", "a+"))
+        assert await compiler.compile(Grammar("regex", "a+")) is first
+        with pytest.raises(GrammarError):
+            await compiler.compile(Grammar("regex", "(a"))
+        for number in range(200):
+            await compiler.compile(Grammar("regex", f"a{{{number + 1}}}"))
+        assert await compiler.compile(Grammar("regex", "a+")) is not first
+    finally:
+        compiler.close()
+
+
+@pytest.mark.anyio
+async def test_what_takes_too_long_is_refused() -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), time_limit=0.0)
+    try:
+        with pytest.raises(GrammarError, match="compile"):
+            await compiler.compile(Grammar("regex", "a+"))
+    finally:
+        compiler.close()
