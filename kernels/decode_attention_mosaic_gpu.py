@@ -265,7 +265,7 @@ def _attention_kernel(problem: Problem, inputs: dict[str, Any]):
         grid_names=("block",),
         num_threads=2 * config.workers_per_sm,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=problem.interpret,
     )(*inputs.values())
 

@@ -108,7 +108,7 @@ def _weighted_mean(problem: Problem, first_worker, count, parts, columns, unroll
     row_layout = layout.reduce((1,))
 
     def spread(x):
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (0,)), layout)
+        return lax.broadcast_in_dim(x, shape, (0,))
 
     def step(i, state):
         mean, maximum, total = state
