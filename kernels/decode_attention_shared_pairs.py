@@ -81,7 +81,9 @@ def _count_in(_: Any, counter: Any, arrival: Any) -> Any:
     with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
         address = mgpu.utils.memref_ptr(counter)
         add = "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;"
-        before = mgpu.utils.inline_ptx(add, address, result_types=int32, has_side_effects=True)
+        before = mgpu.utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue] - not in jax 0.10
+            add, address, result_types=int32, has_side_effects=True
+        )
         memref.store(before, arrival, [first])
     mgpu.warpgroup_barrier()
     return mgpu.FragmentedArray.splat(memref.load(arrival, [first]), (), is_signed=True)

@@ -29,7 +29,7 @@ _UNUSED_SECONDS = 30 * 24 * 3600.0
 _SOURCE_FOLDERS = ("engine", "kernels", "models", "sharding")
 
 
-CompileOptions = dict[str, str | bool | int]
+CompileOptions = dict[str, Any]
 
 
 def compile_options(platform: str, bucket: Bucket | None = None) -> CompileOptions:
