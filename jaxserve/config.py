@@ -255,6 +255,9 @@ class EngineConfig:
             raise ValueError(f"max_num_queued_requests={self.max_num_queued_requests} must not be negative")
 
 
+ToolCallFormat = Literal["hermes", "llama3_json", "mistral", "pythonic"]
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     """How the HTTP server exposes an engine. Flag names of `jaxserve serve` are these with dashes.
@@ -269,6 +272,7 @@ class ServerConfig:
         allowed_origins: web origins whose pages may call the server, such as "https://chat.example"; "*": all of them.
         served_model_name: what clients call the model; None: the name that it was asked for by.
         allow_special_tokens_in_content: whether what messages say may make control tokens, as Hugging Face has it.
+        tool_call_parser: how the model writes calls of tools; None: told by its chat template.
         shutdown_timeout: seconds that running answers get after SIGTERM.
         stalled_client_timeout: seconds after which a client is cut off that takes nothing of its answer, sends nothing of
             its request's body, or has not sent its request's head.
@@ -293,6 +297,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     served_model_name: str | None = None
     allow_special_tokens_in_content: bool = False
+    tool_call_parser: ToolCallFormat | None = None
     shutdown_timeout: float = 30.0
     stalled_client_timeout: float = 60.0
     timeout_keep_alive: float = 75.0

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from jaxserve.config import ToolCallFormat
+
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0: all.")]
 Port = Annotated[int, typer.Option(metavar="PORT", help="Port to listen on; 0: any free one.")]
 UnixSocket = Annotated[
@@ -82,6 +84,10 @@ AllowSpecialTokens = Annotated[
         "--allow-special-tokens-in-content",
         help="Let what messages say make control tokens, as Hugging Face does. A user can then speak as the system.",
     ),
+]
+ToolCallParser = Annotated[
+    ToolCallFormat | None,
+    typer.Option(help="How the model writes calls of tools; unset: as its chat template tells."),
 ]
 MaxBodyBytes = Annotated[int, typer.Option(metavar="BYTES", help="Longest request body; a longer one is refused.")]
 ShutdownTimeout = Annotated[

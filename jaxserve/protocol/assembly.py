@@ -16,7 +16,7 @@ from jaxserve.protocol.responses import (
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
-    ChatCompletionMessage,
+    ChatFinishReason,
     ChatLogprobs,
     ChoiceDelta,
     ChunkChoice,
@@ -27,6 +27,8 @@ from jaxserve.protocol.responses import (
     TextFinishReason,
     Usage,
 )
+from jaxserve.protocol.tool_assembly import call_deltas, chat_message
+from jaxserve.protocol.tools import ToolUse
 
 WrittenT = TypeVar("WrittenT")
 UsageMode = Literal["none", "last", "always"]
@@ -51,6 +53,7 @@ class Answer:
         echoes: one for each prompt, where that was asked for.
         logprobs: writes the tokens' log probabilities, if they were asked for.
         prompt_logprobs: writes those of the prompts, beside the choices; not streamed.
+        tool_use: how calls of tools are found in the choices; None: their text is told as it is. Chat only.
         usage: none; "last": one chunk at the end; "always": in every chunk as well. Streams only.
     """
 
@@ -61,6 +64,7 @@ class Answer:
     echoes: Sequence[Echo] = ()
     logprobs: LogprobWriter | None = None
     prompt_logprobs: LogprobWriter | None = None
+    tool_use: ToolUse | None = None
     usage: UsageMode = "none"
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -124,15 +128,10 @@ def _best(answer: Answer, choices: list[GatheredChoice]) -> list[GatheredChoice]
 async def chat_completion(answer: Answer) -> ChatCompletion:
     gathered = await gather(answer)
     logprobs = await _written(answer.logprobs and answer.logprobs.chat, [choice.logprobs for choice in gathered])
-    choices = [
-        ChatChoice(
-            index=index,
-            message=ChatCompletionMessage(role="assistant", content=choice.text, refusal=None),
-            logprobs=logprobs[index],
-            finish_reason=choice.finish_reason,
-        )
-        for index, choice in enumerate(gathered)
-    ]
+    choices: list[ChatChoice] = []
+    for index, choice in enumerate(gathered):
+        message, reason = chat_message(choice.text, choice.finish_reason, answer.tool_use)
+        choices.append(ChatChoice(index=index, message=message, logprobs=logprobs[index], finish_reason=reason))
     prompt_logprobs = {} if answer.prompt_logprobs is None else {"prompt_logprobs": (await _prompts(answer))[0]}
     return ChatCompletion(
         id=answer.id,
@@ -173,6 +172,8 @@ async def chat_completion_chunks(answer: Answer) -> AsyncGenerator[ChatCompletio
     Nothing is yielded before the engine's first token, so that a failure until then is still an HTTP error.
     """
     opened = False
+    use = answer.tool_use
+    finders = [use.find_calls() for _ in range(answer.choices_per_prompt)] if use else []
     async with aclosing(merged_deltas(answer.generations)) as deltas:
         async for delta in deltas:
             if not opened:
@@ -180,10 +181,18 @@ async def chat_completion_chunks(answer: Answer) -> AsyncGenerator[ChatCompletio
                 for index in range(answer.choices_per_prompt):
                     yield _chat_chunk(answer, index, ChoiceDelta(role="assistant", content=""))
             logprobs = answer.logprobs.chat(delta.logprobs) if answer.logprobs and delta.logprobs else None
-            if delta.text or logprobs:
-                yield _chat_chunk(answer, delta.index, ChoiceDelta(content=delta.text), logprobs=logprobs)
-            if delta.finish_reason is not None:
-                yield _chat_chunk(answer, delta.index, ChoiceDelta(), delta.finish_reason)
+            text, calls, reason = delta.text, (), delta.finish_reason
+            if finders:
+                finder = finders[delta.index]
+                found = finder.push(delta.text, is_last=delta.finish_reason is not None)
+                text, calls = found.content, found.calls
+                reason = None if delta.finish_reason is None else finder.finish_reason(delta.finish_reason)
+            if text or logprobs:
+                yield _chat_chunk(answer, delta.index, ChoiceDelta(content=text), logprobs=logprobs)
+            for part in call_deltas(calls):
+                yield _chat_chunk(answer, delta.index, ChoiceDelta(tool_calls=[part]))
+            if reason is not None:
+                yield _chat_chunk(answer, delta.index, ChoiceDelta(), reason)
     if answer.usage != "none":
         yield _new_chat_chunk(answer, [], usage=answer.total_usage())
 
@@ -245,7 +254,7 @@ def _chat_chunk(
     answer: Answer,
     index: int,
     delta: ChoiceDelta,
-    finish_reason: TextFinishReason | None = None,
+    finish_reason: ChatFinishReason | None = None,
     logprobs: ChatLogprobs | None = None,
 ) -> ChatCompletionChunk:
     choices = [ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)]

@@ -50,12 +50,14 @@ class ChoiceText:
         min_tokens: int = 0,
         max_tokens: int | None = None,
         text_length: int = 0,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
         """Starts at the prompt's end.
 
         Args:
             min_tokens: a stop string is looked for in the text after that many tokens.
             max_tokens: 0: what the engine generates is not the choice's, which ends at once. None: the engine counts.
+            shown_ids: control tokens that are shown in any case.
             text_length: characters that stand before the choice's text, such as an echoed prompt's.
         """
         self.index = index
@@ -67,7 +69,7 @@ class ChoiceText:
         self._min_tokens = min_tokens
         self._is_empty = max_tokens == 0
         self._length = text_length
-        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens, shown_ids)
         self._stops = StopStrings(stops)
 
     def push(self, output: RequestOutput) -> TextDelta:

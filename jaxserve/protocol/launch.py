@@ -6,7 +6,7 @@ from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, check_files, read_manifest
 from jaxserve.checkpoint.source import resolve_model
 from jaxserve.checkpoint.store import converted_folder, load_checkpoint
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ToolCallFormat
 from jaxserve.engine.build import build_engine, make_engine_mesh
 from jaxserve.engine.client import EngineClient, Replica
 from jaxserve.engine.replicas import start_engine
@@ -25,6 +25,7 @@ def launch(
     served_model_name: str | None = None,
     *,
     allow_special_tokens_in_content: bool = False,
+    tool_call_parser: ToolCallFormat | None = None,
     pinned_prompt: str | None = None,
 ) -> OpenAIService:
     """A service whose engine runs and has compiled all it will ever need.
@@ -32,6 +33,7 @@ def launch(
     Args:
         model: a known name, a local folder or file, or "hf:ORG/NAME".
         served_model_name: what clients call the model; None: `model` itself.
+        tool_call_parser: how the model writes calls of tools; None: told by its chat template.
         pinned_prompt: a system prompt that is computed at once and kept; None: nothing is.
 
     Raises:
@@ -55,6 +57,7 @@ def launch(
         template,
         served_model_name or model,
         allow_special_tokens_in_content=allow_special_tokens_in_content,
+        tool_call_parser=tool_call_parser,
     )
     if pinned_prompt is not None:
         try:

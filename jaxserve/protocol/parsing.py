@@ -23,6 +23,7 @@ from jaxserve.protocol.requests import (
     CompletionRequest,
     StreamOptions,
 )
+from jaxserve.protocol.tools import clean_tool_fields
 from jaxserve.protocol.validation import kind, shown, supported, validate
 
 
@@ -53,6 +54,7 @@ def parse_chat_request(body: Mapping[str, Any]) -> ChatCompletionRequest:
     clean_output_fields(fields)
     check_logit_bias(fields)
     clean_messages(fields)
+    clean_tool_fields(fields)
     request = validate(ChatCompletionRequest, fields)
     check_chat_rules(request)
     return request

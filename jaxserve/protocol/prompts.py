@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import takewhile
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, takewhile
+from typing import Any
 
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.requests import ChatPromptFields
@@ -33,8 +35,10 @@ class PromptBuilder:
         longest = max((len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1)
         self._max_prompt_bytes = max_model_len * max(longest, 1)
 
-    def chat(self, request: ChatPromptFields, param: str = "messages") -> list[int]:
-        """Token ids of a conversation; `param` is what errors call its messages.
+    def chat(
+        self, request: ChatPromptFields, param: str = "messages", tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation; `param` is what errors call its messages, `tools` what the template tells of tools.
 
         Raises:
             BadRequestError: there is no template, it refuses the messages, or they can never fit.
@@ -43,12 +47,14 @@ class PromptBuilder:
             raise BadRequestError(
                 "this model has no chat template: send a plain prompt to /v1/completions", code="no_chat_template"
             )
-        self._check_length((text for message in request.messages for text in message.texts()), param)
+        texts = (text for message in request.messages for text in message.texts())
+        self._check_length(chain(texts, [json.dumps(tools)] if tools else []), param)
         try:
             return self._template.encode(
                 self._tokenizer,
                 [message.for_template() for message in request.messages],
                 add_generation_prompt=request.opens_answer,
+                tools=tools,
                 continue_final_message=request.continue_final_message,
                 allow_special_tokens_in_content=self._allow_special_tokens,
                 variables=request.chat_template_kwargs,

@@ -15,6 +15,7 @@ from jaxserve.protocol.requests import (
     CompletionRequest,
     GenerationRequest,
 )
+from jaxserve.protocol.tools import check_tools
 from jaxserve.sampling_params import MAX_LOGIT_BIAS
 from jaxserve.text.chat_template import RESERVED_VARIABLES
 
@@ -24,6 +25,7 @@ MAX_TEMPLATE_VARIABLES_SIZE = 64_000  # characters of JSON
 def check_chat_rules(request: ChatCompletionRequest) -> None:
     check_generation(request)
     check_chat_prompt(request)
+    check_tools(request.tools, request.tool_choice)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise BadRequestError(

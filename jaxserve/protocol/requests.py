@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, Field, SkipValidation
 from jaxserve.constraint import Constraint
 from jaxserve.protocol.messages import ChatMessage
 from jaxserve.protocol.output_format import ResponseFormat, StructuredOutputs
+from jaxserve.protocol.tools import MAX_TOOLS, Tool, ToolChoice
 from jaxserve.protocol.validation import StrictModel
 from jaxserve.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SEED_MAX, SEED_MIN, SamplingParams
 
@@ -61,11 +62,8 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED_COMMON | {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -224,12 +222,21 @@ class ChatPromptFields(StrictModel):
 
 
 class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
-    """Body of POST /v1/chat/completions. `max_completion_tokens` is the newer name of `max_tokens`."""
+    """Body of POST /v1/chat/completions. `max_completion_tokens` is the newer name of `max_tokens`.
+
+    Attributes:
+        tools: what the model may call.
+        tool_choice: None: "auto".
+        parallel_tool_calls: whether one answer may hold several calls.
+    """
 
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
 
     @property
     def output_limit(self) -> int | None:

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 TextFinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ResponseModel(BaseModel):
@@ -93,19 +94,33 @@ class PromptLogprob(ResponseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; the first is null, for nothing stands before it
 
 
+class CalledFunction(ResponseModel):
+    """`arguments` is a JSON object as text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(ResponseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatCompletionMessage(ResponseModel):
-    """The assistant's turn. It can be sent back as a message of the next request."""
+    """The assistant's turn. It can be sent back as a message of the next request. `content` is null beside calls alone."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[CalledTool] | None = None
 
 
 class ChatChoice(ResponseModel):
     index: int
     message: ChatCompletionMessage
     logprobs: ChatLogprobs | None
-    finish_reason: TextFinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(ResponseModel):
@@ -121,16 +136,31 @@ class ChatCompletion(ResponseModel):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class CalledFunctionDelta(ResponseModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CalledToolDelta(ResponseModel):
+    """Part of the call with that index: the first has its id and name, the next ones its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionDelta
+
+
 class ChoiceDelta(ResponseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[CalledToolDelta] | None = None
 
 
 class ChunkChoice(ResponseModel):
     index: int
     delta: ChoiceDelta
     logprobs: ChatLogprobs | None
-    finish_reason: TextFinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletionChunk(ResponseModel):

@@ -9,16 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from jaxserve.config import ToolCallFormat
 from jaxserve.constraint import Constraint
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError
 from jaxserve.protocol import assembly, responses_api_assembly
+from jaxserve.protocol.answer_rules import AnswerRules
 from jaxserve.protocol.assembly import Answer, Echo
 from jaxserve.protocol.choice_text import ChoiceText
 from jaxserve.protocol.engine_protocol import Engine, TokenStream
 from jaxserve.protocol.errors import ApiError, BadRequestError, NotFoundError, from_engine_error
 from jaxserve.protocol.generation import TextGeneration
 from jaxserve.protocol.logprobs import LogprobWriter
-from jaxserve.protocol.output_format import compile_wanted, wanted_grammar
 from jaxserve.protocol.observer import NoObserver, RequestObserver
 from jaxserve.protocol.prompts import PromptBuilder
 from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -34,8 +35,8 @@ from jaxserve.protocol.responses import (
 from jaxserve.protocol.responses_api_objects import ResponseEvent, ResponseObject
 from jaxserve.protocol.responses_api_requests import ResponsesRequest
 from jaxserve.protocol.tokenize_requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from jaxserve.protocol.tools import ToolUse
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured.compiler import GrammarCompiler
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -91,6 +92,7 @@ class OpenAIService:
         model_name: str,
         *,
         allow_special_tokens_in_content: bool = False,
+        tool_call_parser: ToolCallFormat | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -102,7 +104,7 @@ class OpenAIService:
             max_model_len=engine.max_model_len,
             allow_special_tokens_in_content=allow_special_tokens_in_content,
         )
-        self._grammars = GrammarCompiler(tokenizer)
+        self._rules = AnswerRules(tokenizer, template, tool_call_parser)
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="jaxserve-text")
 
     async def chat_completion(
@@ -219,18 +221,20 @@ class OpenAIService:
         """Stops the engine and the text threads; answers that still run fail."""
         self.engine.shutdown()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._grammars.close()
+        self._rules.close()
 
     async def _chat_answer(self, request: ChatCompletionRequest, observer: RequestObserver | None) -> Answer:
         self._check_generation(request)
-        constraint = await self._constraint(request)
-        token_ids = await self._in_thread(lambda: self._prompts.chat(request))
+        use = self._rules.tool_use(request)
+        constraint = await self._rules.constraint(request, use)
+        tools = use and [tool.model_dump(exclude_none=True) for tool in request.tools]
+        token_ids = await self._in_thread(lambda: self._prompts.chat(request, tools=tools))
         prompts = [_EncodedPrompt(token_ids, "messages")]
-        return self._answer("chatcmpl", request, prompts, observer, constraint=constraint)
+        return self._answer("chatcmpl", request, prompts, observer, constraint=constraint, tool_use=use)
 
     async def _completion_answer(self, request: CompletionRequest, observer: RequestObserver | None) -> Answer:
         self._check_generation(request)
-        constraint = await self._constraint(request)
+        constraint = await self._rules.constraint(request)
         prompts = await self._in_thread(lambda: self._encode_prompts(request))
         return self._answer("cmpl", request, prompts, observer, has_echoes=request.echo, constraint=constraint)
 
@@ -249,9 +253,11 @@ class OpenAIService:
         *,
         has_echoes: bool = False,
         constraint: Constraint | None = None,
+        tool_use: ToolUse | None = None,
     ) -> Answer:
         """Queues the prompts; what becomes of them makes up the answer."""
-        generations = self._submit(request, prompts, observer or NoObserver(), constraint)
+        shown_ids = self._rules.marker_ids if tool_use else frozenset()
+        generations = self._submit(request, prompts, observer or NoObserver(), constraint, shown_ids)
         return Answer(
             model=self.model_name,
             generations=generations,
@@ -260,13 +266,9 @@ class OpenAIService:
             echoes=[Echo(prompt.echo, prompt.token_ids) for prompt in prompts] if has_echoes else (),
             logprobs=self._writer(request.num_top_logprobs),
             prompt_logprobs=self._writer(request.prompt_logprobs),
+            tool_use=tool_use,
             usage=_usage(request),
         )
-
-    async def _constraint(self, request: GenerationRequest) -> Constraint | None:
-        """What the answer must look like, compiled."""
-        wanted = wanted_grammar(request.response_format, request.structured_outputs)
-        return None if wanted is None else await compile_wanted(self._grammars, *wanted)
 
     def _writer(self, num_top: int | None) -> LogprobWriter | None:
         return None if num_top is None else LogprobWriter(self.tokenizer, num_top)
@@ -290,6 +292,7 @@ class OpenAIService:
         prompts: Sequence[_EncodedPrompt],
         observer: RequestObserver,
         constraint: Constraint | None,
+        shown_ids: frozenset[int],
     ) -> list[TextGeneration]:
         """Queues every prompt, or none: the request fails as a whole."""
         self._check_logprobs(request, prompts)
@@ -306,7 +309,7 @@ class OpenAIService:
                 generations.append(
                     TextGeneration(
                         streams[-1],
-                        self._choices(request, prompt, first_index=len(generations) * request.num_drawn),
+                        self._choices(request, prompt, len(generations) * request.num_drawn, shown_ids),
                         prompt_tokens=len(prompt.token_ids),
                         observer=observer,
                         awaits_prompt_logprobs=request.num_prompt_logprobs is not None,
@@ -333,7 +336,9 @@ class OpenAIService:
         max_tokens = None if limit is None else min(max(limit, 1), room)
         return request.sampling(max_tokens=max_tokens, constraint=constraint)
 
-    def _choices(self, request: GenerationRequest, prompt: _EncodedPrompt, first_index: int) -> list[ChoiceText]:
+    def _choices(
+        self, request: GenerationRequest, prompt: _EncodedPrompt, first_index: int, shown_ids: frozenset[int]
+    ) -> list[ChoiceText]:
         return [
             ChoiceText(
                 first_index + choice,
@@ -344,6 +349,7 @@ class OpenAIService:
                 min_tokens=request.min_tokens,
                 max_tokens=request.output_limit,
                 text_length=len(prompt.echo),
+                shown_ids=shown_ids,
             )
             for choice in range(request.num_drawn)
         ]

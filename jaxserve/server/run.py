@@ -30,6 +30,7 @@ def serve(model: str, engine_config: EngineConfig, server_config: ServerConfig, 
             progress,
             server_config.served_model_name,
             allow_special_tokens_in_content=server_config.allow_special_tokens_in_content,
+            tool_call_parser=server_config.tool_call_parser,
             pinned_prompt=server_config.pinned_prompt,
         )
 

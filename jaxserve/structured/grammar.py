@@ -106,6 +106,18 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar
     raise GrammarError(_first_line(matcher.get_error()))
 
 
+def inline_schema(schema: dict[str, Any] | bool) -> str:
+    """A schema as JSON, to stand behind Lark's `%json`; enforced just as `Grammar.of_schema` is.
+
+    Raises:
+        GrammarError: it cannot be enforced.
+    """
+    check_schema(schema)
+    if schema is False:
+        raise GrammarError("nothing satisfies the schema `false`")
+    return json.dumps({**({} if schema is True else schema), "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+
+
 def _library_grammar(grammar: Grammar) -> str:
     try:
         match grammar.kind:

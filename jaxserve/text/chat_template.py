@@ -39,6 +39,7 @@ class ChatTemplate:
     """A compiled template; immutable, and may be used from several threads.
 
     Attributes:
+        source: the template as it is written.
         takes_parts: the template prints only content that is a list of parts; plain strings are wrapped for it.
     """
 
@@ -55,6 +56,7 @@ class ChatTemplate:
             self._template = SandboxedTemplate(source, limits or TemplateLimits())
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template is not valid: {_one_line(error)}") from error
+        self.source = source
         self._special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
         parts = [{"type": "text", "text": _PROBE}]
         self.takes_parts = _PROBE not in self._try(_PROBE) and _printed_as_text(self._try(parts))

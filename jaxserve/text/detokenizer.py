@@ -21,10 +21,15 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """Starts at the prompt's end; `shown_ids` are shown even where other control tokens are not."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_token_ids - shown_ids if skip_special_tokens else frozenset()
         scheme = tokenizer.scheme
         self._stream: _Stream = _ByteLevelStream() if scheme.kind == "byte_level" else _ByteFallbackStream(scheme)
         self._replay(prompt_token_ids)

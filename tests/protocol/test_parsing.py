@@ -125,7 +125,7 @@ def test_unsupported_completion_field_is_refused_unless_it_asks_for_nothing(fiel
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tools", [{}]), ("tool_choice", "required"),
+    [("tool_choice", "required"), ("tool_choice", "any"),
      ("chat_template", "{{ messages }}"), ("echo", True), ("reasoning_effort", "high")],
 )  # fmt: skip
 def test_constraints_that_are_not_supported_are_refused(field: str, value: Any) -> None:

@@ -1,0 +1,121 @@
+"""What an answer may be, from what its request says about formats and tools: compiled, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.config import ToolCallFormat
+from jaxserve.constraint import Constraint
+from jaxserve.protocol.errors import BadRequestError
+from jaxserve.protocol.output_format import compile_wanted, wanted_grammar
+from jaxserve.protocol.requests import ChatCompletionRequest, GenerationRequest
+from jaxserve.protocol.tools import NamedToolChoice, Tool, ToolChoice, ToolUse
+from jaxserve.structured.compiler import GrammarCompiler
+from jaxserve.structured.errors import GrammarError
+from jaxserve.structured.grammar import Grammar
+from jaxserve.structured.tool_grammar import CallShape, tool_call_grammar
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tool_call_text import MARKERS, MISTRAL_BEGIN, format_of_template
+
+
+class AnswerRules:
+    """The rules of one model.
+
+    Args:
+        tool_call_format: how the model writes calls; None: told by its template.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, tool_call_format: ToolCallFormat | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        source = "" if template is None else template.source
+        self._format: ToolCallFormat | None = tool_call_format or format_of_template(source)
+        self._template_knows_tools = "tools" in source
+        self._grammars = GrammarCompiler(tokenizer)
+        marker_ids = [tokenizer.token_id(marker) for marker in MARKERS]
+        self.marker_ids = tokenizer.special_token_ids.intersection(marker_ids)
+        begin = tokenizer.token_id(MISTRAL_BEGIN)
+        self._mistral_begin = begin if begin in tokenizer.special_token_ids else None
+
+    def tool_use(self, request: ChatCompletionRequest) -> ToolUse | None:
+        """How calls in the answer are found; None: there are none, and the text is told as it is.
+
+        Raises:
+            BadRequestError: the request offers tools, and the model knows none.
+        """
+        choice: ToolChoice = request.tool_choice or "auto"
+        if not request.tools or choice == "none":
+            return None
+        if self._format is None or not self._template_knows_tools:
+            raise BadRequestError(
+                "`tools`: the chat template of this model does not know tools, or not in a form that is told by it; "
+                "where it does, start the server with --tool-call-parser",
+                param="tools",
+                code="no_tool_support",
+            )
+        if isinstance(choice, NamedToolChoice):
+            named = tuple(tool for tool in request.tools if tool.function.name == choice.function.name)
+            return ToolUse(self._format, named, "named", several=False)
+        return ToolUse(self._format, tuple(request.tools), choice, several=request.parallel_tool_calls)
+
+    async def constraint(self, request: GenerationRequest, use: ToolUse | None = None) -> Constraint | None:
+        """What the answer must look like.
+
+        Raises:
+            BadRequestError: it cannot be enforced; names the part at fault.
+        """
+        if use is not None:
+            return await self._tool_constraint(request, use)
+        wanted = wanted_grammar(request.response_format, request.structured_outputs)
+        return None if wanted is None else await compile_wanted(self._grammars, *wanted)
+
+    def close(self) -> None:
+        self._grammars.close()
+
+    async def _tool_constraint(self, request: GenerationRequest, use: ToolUse) -> Constraint | None:
+        if request.structured_outputs is not None:
+            raise BadRequestError("`structured_outputs` and `tools` exclude each other", param="structured_outputs")
+        answer = wanted_grammar(request.response_format, None)
+        must_call = use.choice != "auto"
+        if not must_call and answer is None and not any(tool.function.strict for tool in use.tools):
+            return None
+        kind = use.parser_kind
+        if kind == "pythonic":
+            param = "response_format" if answer else "tools"
+            raise BadRequestError(
+                f"`{param}`: with tools that the model may or may not call, this model's pythonic calls cannot be held to a "
+                "schema; leave out `strict` and `response_format`, or set `tool_choice`",
+                param=param,
+            )
+        if answer is not None and not must_call:
+            if kind == "llama3_json":
+                raise BadRequestError(
+                    "`response_format`: this model writes calls as JSON too, so JSON answers go with `tool_choice` only",
+                    param="response_format",
+                )
+            await compile_wanted(self._grammars, *answer)  # what is wrong with the schema alone is told by its name
+        grammar = tool_call_grammar(
+            kind,
+            [await self._shape(tool, use, place) for place, tool in enumerate(use.tools)],
+            must_call=must_call,
+            several=use.several,
+            mistral_begin_id=self._mistral_begin,
+            answer=None if answer is None else answer[0].source,
+        )
+        return await compile_wanted(self._grammars, grammar, "tools")
+
+    async def _shape(self, tool: Tool, use: ToolUse, place: int) -> CallShape:
+        """What the arguments are held to: the tool's schema, or any object where that cannot be enforced and need not."""
+        function = tool.function
+        schema: dict[str, Any] = {"type": "object", **(function.parameters or {})}
+        if function.strict:
+            param = "tools" if use.choice == "named" else f"tools[{place}]"
+            await compile_wanted(self._grammars, Grammar.of_schema(schema), f"{param}.function.parameters")
+            return CallShape(function.name, schema)
+        try:
+            await self._grammars.compile(Grammar.of_schema(schema))
+        except GrammarError:
+            return CallShape(function.name, {"type": "object"})
+        return CallShape(function.name, schema)
