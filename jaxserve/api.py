@@ -26,6 +26,7 @@ from jaxserve.progress import NoProgress, Progress
 from jaxserve.protocol.engine_protocol import Stats
 from jaxserve.protocol.errors import BadRequestError, from_engine_error, from_error_output
 from jaxserve.protocol.launch import launch
+from jaxserve.protocol.parsed import class_of, with_parsed, with_schema
 from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
 from jaxserve.protocol.responses import ChatCompletion, ChatCompletionChunk, Completion
 from jaxserve.protocol.service import ChunkStream, OpenAIService
@@ -97,15 +98,20 @@ class AsyncChatCompletions:
         """Answers a conversation.
 
         Args:
-            options: fields of POST /v1/chat/completions, such as `max_tokens`, `temperature`, `stop`, `n`, `seed`.
+            options: fields of POST /v1/chat/completions, such as `max_tokens`, `temperature`, `stop`, `n`, `seed`. As
+                `response_format` a pydantic class will do: then answers that are whole have `message.parsed`.
 
         Raises:
             ApiError: `BadRequestError` for a wrong option, `RateLimitError` for a full queue, and so on.
         """
+        wanted = class_of(options)
+        if wanted is not None:
+            options = with_schema(options, wanted)
         request = parse_chat_request(_as_json({"messages": list(messages), "stream": stream, **options}))
         if request.stream:
             return AsyncStream(await self._service.chat_completion_stream(request))
-        return await self._service.chat_completion(request)
+        completion = await self._service.chat_completion(request)
+        return completion if wanted is None else with_parsed(completion, wanted)
 
 
 class AsyncCompletions:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 import jaxserve
 from jaxserve import AsyncEngine, BadRequestError, Engine, InternalServerError, SamplingParams
 from tests.fakes import EOS, MODEL_NAME, FakeEngine, endless, fake_service, say
+from tests.structured.grammars import refused_at
 
 USER = {"role": "user", "content": "hi"}
 
@@ -45,6 +47,30 @@ def make() -> Iterator[Callable[..., Fixture]]:
     yield build
     for fixture in made:
         fixture.engine.close()
+
+
+class Place(BaseModel):
+    name: str
+    size: int
+
+
+class Trip(BaseModel):
+    places: list[Place]
+    note: str | None = None
+
+
+def test_answers_as_objects(make: Callable[..., Fixture]) -> None:
+    fixture = make(say('{"places": [{"name": "Bern", "size": 3}]}'))
+    answer = fixture.engine.chat.completions.create(messages=[USER], response_format=Trip)
+    assert answer.choices[0].message.parsed == Trip(places=[Place(name="Bern", size=3)])
+    assert "parsed" not in answer.to_json()
+    constraint = fixture.fake.submitted[0][1].constraint
+    assert constraint is not None
+    assert refused_at(constraint, '{"places": [{"name": "x", "size": 1}], "note": null}') is None
+    assert refused_at(constraint, '{"places": [{"other"') == len('{"places": [{"')
+    fixture.engine.chat.completions.create(messages=[USER, answer.choices[0].message, USER])
+    cut = fixture.engine.chat.completions.create(messages=[USER], response_format=Trip, max_tokens=4)
+    assert (cut.choices[0].finish_reason, cut.choices[0].message.parsed) == ("length", None)
 
 
 def test_exported_names() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 
 TextFinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
@@ -108,12 +109,18 @@ class CalledTool(ResponseModel):
 
 
 class ChatCompletionMessage(ResponseModel):
-    """The assistant's turn. It can be sent back as a message of the next request. `content` is null beside calls alone."""
+    """The assistant's turn. It can be sent back as a message of the next request.
+
+    Attributes:
+        content: None beside calls alone.
+        parsed: in the Python API, the answer as an object of the class that `response_format` was; never sent.
+    """
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     tool_calls: list[CalledTool] | None = None
+    parsed: SkipJsonSchema[Any] = Field(None, exclude=True)
 
 
 class ChatChoice(ResponseModel):

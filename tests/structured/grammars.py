@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.constraint import TokenConstraint
+from jaxserve.constraint import Constraint, TokenConstraint
 from jaxserve.engine.token_masks import num_words
 from jaxserve.structured.grammar import CompiledGrammar, Grammar, compile_grammar
 from jaxserve.structured.vocabulary import Vocabulary, make_vocabulary
@@ -31,7 +31,7 @@ def allowed(state: TokenConstraint, vocab_size: int = MODEL_CONFIG.vocab_size) -
     return np.nonzero(bits)[0].tolist()
 
 
-def refused_at(grammar: CompiledGrammar, text: str | bytes) -> int | None:
+def refused_at(grammar: Constraint, text: str | bytes) -> int | None:
     """The byte at which the masks stop a text; its length where it may not end there; None if it is accepted."""
     state = grammar.start()
     data = text.encode() if isinstance(text, str) else text
