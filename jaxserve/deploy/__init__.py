@@ -1,0 +1,1 @@
+"""Deployments over more than one machine."""
