@@ -120,7 +120,7 @@ class ChatCompletionMessage(ResponseModel):
     content: str | None
     refusal: None
     tool_calls: list[CalledTool] | None = None
-    parsed: SkipJsonSchema[Any] = Field(None, exclude=True)
+    parsed: SkipJsonSchema[Any] = Field(default=None, exclude=True)
 
 
 class ChatChoice(ResponseModel):

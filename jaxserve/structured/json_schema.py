@@ -2,11 +2,13 @@
 
 The compiler behind this enforces each keyword of `_ENFORCED`; it would pass over others in silence, so they are looked
 for here. Some of what it does is narrower than JSON Schema: properties come in the order in which the schema lists them,
-those that it does not list after them, and characters stand for themselves and not as `\\u` escapes.
+those that it does not list after them, characters stand for themselves and not as `\\u` escapes, and a fraction may be held
+to fewer spellings than there are.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -97,6 +99,7 @@ def _check_part(schema: dict[str, Any], path: str, *, is_root: bool) -> None:
     for text in _strings(texts):
         if any((character < " " and character not in _ESCAPES) or character == "\x7f" for character in text):
             raise GrammarError(f"the control characters of {text[:100]!r} cannot be written", path)
+    _check_bounds(schema, path)
     least = schema.get("minProperties", 0)
     is_open = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
     if is_open and isinstance(least, int) and least > max(1, len(required)):
@@ -104,6 +107,27 @@ def _check_part(schema: dict[str, Any], path: str, *, is_root: bool) -> None:
             "`minProperties` above 1 is enforced only where all properties are listed or required: a name may repeat"
         )
         raise GrammarError(message, _at(path, "minProperties"))
+
+
+def _check_bounds(schema: dict[str, Any], path: str) -> None:
+    """Refuses what the library gets wrong: a whole number as exclusive bound, less than 1 from the other, is let in."""
+    lows, highs = _bounds(schema, "inimum"), _bounds(schema, "aximum")
+    for (low, low_excluded), (high, high_excluded) in itertools.product(lows, highs):
+        at_low, at_high = low_excluded and float(low).is_integer(), high_excluded and float(high).is_integer()
+        if (at_low or at_high) and abs(high - low) < 1:
+            keyword = "exclusiveMinimum" if at_low else "exclusiveMaximum"
+            raise GrammarError(
+                f"a whole number as `{keyword}` cannot be enforced less than 1 from the other bound", path
+            )
+
+
+def _bounds(schema: dict[str, Any], name: str) -> list[tuple[float, bool]]:
+    """The bounds on one side that hold together, each with whether it is exclusive."""
+    found = [(schema[key], key[0] == "e") for key in (f"m{name}", f"exclusiveM{name}") if key in schema]
+    for part in schema.get("allOf", ()):
+        if isinstance(part, dict):
+            found += _bounds(part, name)
+    return [bound for bound in found if isinstance(bound[0], (int, float))]
 
 
 def _resolve(root: Schema, reference: str, path: str) -> Any:

@@ -119,6 +119,8 @@ def test_nothing_follows_a_value() -> None:
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "items.$ref", "without end"),
         ({"$ref": "http://example.com/schema"}, "$ref", "into the schema itself"),
         ({"$ref": "#/$defs/nothing"}, "$ref", "nothing"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.6}, "", "`exclusiveMinimum`"),
+        ({"allOf": [{"type": "number", "exclusiveMaximum": 0}, {"minimum": -0.6}]}, "", "`exclusiveMaximum`"),
         ({"enum": ["\x01"]}, "", "control characters"),
         ({"enum": []}, "", "anyOf is empty"),
         (False, "", "false"),

@@ -1,0 +1,92 @@
+"""The `openai` package and a real server with a random model: calls that are forced, and an agent of three turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.server.processes import server_process
+from tests.server.test_openai_client import LAUNCH, MODEL
+from tests.tiny_model import write_tiny_llama
+
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+UNITS = {"enum": ["C", "F"]}
+WEATHER = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}, "unit": UNITS}, "required": ["city"]}
+SUM = {"type": "object", "properties": {"terms": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}}}
+SCHEMAS: dict[str, Any] = {
+    "weather": {**WEATHER, "additionalProperties": False},
+    "sum": {**SUM, "additionalProperties": False, "required": ["terms"]},
+}  # fmt: skip
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+    for name, schema in SCHEMAS.items()
+]
+HOT: dict[str, Any] = {
+    "model": MODEL,
+    "temperature": 1.5,
+    "max_tokens": 200,
+    "tools": TOOLS,
+    "parallel_tool_calls": False,
+}
+
+
+@pytest.fixture(scope="module", params=["hermes", "llama3_json", "mistral", "pythonic"])
+def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    folder = tmp_path_factory.mktemp("server")
+    model = write_tiny_llama(folder / "model", chat_template=TEMPLATE, max_position_embeddings=2048)
+    flags = [
+        "--port", "0", "--served-model-name", MODEL, "--max-num-seqs", "2", "--max-num-batched-tokens", "64",
+        "--tool-call-parser", request.param,
+    ]  # fmt: skip
+    with server_process(["-c", LAUNCH, "serve", str(model), *flags], folder / "log", home=folder) as process:
+        process.wait_ready()
+        with openai.OpenAI(base_url=f"{process.url()}/v1", api_key="x", max_retries=0, timeout=60) as client:
+            yield client
+        process.process.terminate()
+        assert process.exit_code() == 0
+        assert "Traceback" not in process.log
+
+
+def call_in(message: Any) -> Any:
+    """The only call of a message; its arguments satisfy the schema of its tool."""
+    (call,) = message.tool_calls
+    Draft202012Validator(SCHEMAS[call.function.name]).validate(json.loads(call.function.arguments))
+    return call
+
+
+def test_an_agent_of_three_turns(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather?"}]
+    for turn in range(3):
+        answer = client.chat.completions.create(**HOT, messages=messages, tool_choice="required", seed=turn)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        call = call_in(answer.choices[0].message)
+        messages += [answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": f"result {turn}"}]
+    last = client.chat.completions.create(**{**HOT, "max_tokens": 10}, messages=messages, tool_choice="none")
+    assert last.choices[0].message.tool_calls is None
+
+
+def test_a_named_function(client: openai.OpenAI) -> None:
+    choice: Any = {"type": "function", "function": {"name": "sum"}}
+    question: Any = [{"role": "user", "content": "Add."}]
+    for seed in range(3):
+        answer = client.chat.completions.create(**HOT, messages=question, tool_choice=choice, seed=seed).choices[0]
+        assert call_in(answer.message).function.name == "sum" and answer.finish_reason == "stop"
+
+
+def test_a_stream_of_calls(client: openai.OpenAI) -> None:
+    question: Any = [{"role": "user", "content": "Add."}]
+    fields = {**HOT, "messages": question, "tool_choice": "required", "seed": 7}
+    with client.beta.chat.completions.stream(**fields) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    whole = client.chat.completions.create(**fields).choices[0]
+    assert call_in(streamed.message).function.arguments == call_in(whole.message).function.arguments
+    assert streamed.finish_reason == whole.finish_reason == "tool_calls"

@@ -1,0 +1,98 @@
+"""The list of schemas: what satisfies one is accepted token by token, what does not is refused, and models obey it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from jaxserve import Engine, EngineConfig
+from jaxserve.structured.grammar import Grammar
+from tests.structured.grammars import allowed, compiled, refused_at
+from tests.structured.schemas import SchemaCase, all_schemas
+from tests.tiny_model import write_tiny_llama
+
+CASES = all_schemas()
+USER = {"role": "user", "content": "Answer."}
+MAX_TOKENS = 200
+
+
+def text_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def validator_of(schema: Any) -> Draft202012Validator:
+    return Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+
+
+def test_there_are_three_hundred() -> None:
+    assert len(CASES) >= 300
+    assert len({text_of(case.schema) for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=text_of(case.schema)[:60]) for case in CASES])
+def test_values_are_accepted_and_refused(case: SchemaCase) -> None:
+    validator = validator_of(case.schema)
+    grammar = compiled(Grammar.of_schema(case.schema))
+    for value in case.good:
+        assert validator.is_valid(value), value
+        assert refused_at(grammar, text_of(value)) is None, value
+    for value in case.bad:
+        stopped = refused_at(grammar, text_of(value))
+        assert stopped is not None, value
+        rest = grammar.start()
+        for byte in text_of(value).encode()[:stopped]:
+            rest.accept(byte)
+        assert allowed(rest) or rest.is_complete  # up to there it was the beginning of something else
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model = write_tiny_llama(tmp_path_factory.mktemp("model") / "model")
+    config = EngineConfig(device="cpu", max_num_seqs=16, max_num_batched_tokens=64, max_model_len=512)
+    with Engine(str(model), config) as engine:
+        yield engine
+
+
+def obey(engine: Engine, case: SchemaCase, seed: int, *, stream: bool) -> bool:
+    """One answer at a high temperature; whether it was whole."""
+    fields: dict[str, Any] = {
+        "messages": [USER], "temperature": 1.5, "seed": seed, "max_tokens": MAX_TOKENS,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": case.schema}},
+    }  # fmt: skip
+    if stream:
+        parts = [chunk.choices[0] for chunk in engine.chat.completions.create(**fields, stream=True)]
+        text, reason = "".join(part.delta.content or "" for part in parts), parts[-1].finish_reason
+    else:
+        choice = engine.chat.completions.create(**fields).choices[0]
+        text, reason = choice.message.content or "", choice.finish_reason
+    if reason == "stop":
+        validator_of(case.schema).validate(json.loads(text))
+        return True
+    assert reason == "length"
+    beginning = text.rstrip("\ufffd")
+    assert refused_at(compiled(Grammar.of_schema(case.schema)), beginning) in (None, len(beginning.encode()))
+    return False
+
+
+def obey_all(engine: Engine, cases: list[SchemaCase]) -> None:
+    """Each with three seeds: the first alone, the others many at a time, every other one streamed."""
+    whole = sum(obey(engine, case, 0, stream=place % 2 == 0) for place, case in enumerate(cases))
+    jobs = [(case, seed, (place + seed) % 2 == 0) for place, case in enumerate(cases) for seed in (1, 2)]
+    with ThreadPoolExecutor(16) as pool:
+        whole += sum(pool.map(lambda job: obey(engine, job[0], job[1], stream=job[2]), jobs))
+    assert whole > 2 * len(cases)  # of three each: the list asks for little that has no end
+
+
+def test_answers_satisfy_a_tenth_of_the_list(engine: Engine) -> None:
+    obey_all(engine, CASES[::10])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_answers_satisfy_the_list(engine: Engine) -> None:
+    obey_all(engine, CASES)
