@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array
 
 from jaxserve.kernels import grid_barrier
-from jaxserve.kernels.decode_layer_plan import RESULT_COLUMNS, Phase, Problem
+from jaxserve.kernels.decode_layer_plan import Phase, Problem
 
 WARPS, LANES = 4, 32
 
@@ -46,6 +46,19 @@ class Worker:
             grid_barrier.wait(self.counters_ref.at[index], self.problem.workers)
         else:
             plgpu.barrier_wait(self.barriers["grid"].at[index])
+
+    def count_in(self, counter: Any) -> Any:
+        """How many have counted themselves in before, in one of the counters of groups."""
+        arrival = self.smem["arrival"].at[self.warpgroup]
+        return grid_barrier.count_in(  # pyright: ignore[reportCallIssue] (the decorator passes the context)
+            self._group_counter(counter), arrival
+        )
+
+    def reset(self, counter: Any) -> None:
+        grid_barrier.reset(self._group_counter(counter))  # pyright: ignore[reportCallIssue]
+
+    def _group_counter(self, counter: Any) -> Any:
+        return self.counters_ref.at[pl.ds(grid_barrier.BARRIERS + counter, 1)]
 
     def leave(self) -> None:
         if self.problem.on_device:
@@ -83,70 +96,108 @@ def _spread(vector: Array, shape: tuple[int, int], axis: int, layout) -> Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), layout)
 
 
-def _columns(tile) -> Any:
-    return pl.ds(pl.multiple_of(tile * RESULT_COLUMNS, RESULT_COLUMNS), RESULT_COLUMNS)
+def _divide(a, b):
+    return lax.div(a, jnp.int32(b))
 
 
-def start_residual(problem: Problem, worker: Worker, residual_ref) -> None:
-    """Starts fetching this worker's tiles of the residual."""
-    phase = problem.phases[0]
-    for index in range(problem.rounds(phase)):
-        tile = worker.number + index * problem.workers
+def segments(phase: Phase, block) -> tuple[Any, Any, Any, Any]:
+    """A block's first unit, one past its last one, the group of the first, and the number of groups it has parts of."""
+    start, end = [phase.start(number, _divide, jnp.minimum) for number in (block, block + 1)]
+    first_group = _divide(start, phase.steps)
+    count = jnp.where(end > start, _divide(end - 1, phase.steps) - first_group + 1, 0)
+    return start, end, first_group, count
 
-        @pl.when(tile < phase.result_tiles)
-        def _(index=index, tile=tile):
-            plgpu.copy_gmem_to_smem(
-                residual_ref.at[pl.ds(0, problem.padded_rows), _columns(tile)],
-                worker.smem["residual"].at[worker.warpgroup, index],
-                worker.barriers["residual"].at[worker.warpgroup * problem.rounds(phase) + index],
-                oob_mode=plgpu.OOBFillMode.ZEROS,
-            )
+
+def _columns(phase: Phase, tile) -> Any:
+    return pl.ds(pl.multiple_of(tile * phase.result_columns, phase.result_columns), phase.result_columns)
+
+
+def load_scale(problem: Problem, worker: Worker, squares_ref) -> None:
+    """Leaves each row's factor of the norm in shared memory, for the compute warpgroups."""
+    layout = _layout(*squares_ref.shape)
+    mean = jnp.sum(_load(squares_ref, layout), axis=1) / problem.hidden
+    worker.smem["scale"][...] = lax.rsqrt(mean + problem.eps)
+    plgpu.barrier_arrive(worker.barriers["scale"])
 
 
 def finish_phase(problem: Problem, index: int, worker: Worker, refs: dict[str, Any]) -> None:
-    """Tells of this warpgroup's parts, waits for all others', and makes the results that it owns."""
+    """Makes the results that fall to this warpgroup, once all parts of their sums are there."""
     phase = problem.phases[index]
-    worker.tell_all(2 * index)
     if phase.name in ("gate_up", "qkv"):
-        _load_scale(problem, worker, refs["squares"].at[0 if phase.name == "gate_up" else 1])
+        plgpu.barrier_wait(worker.barriers["scale"])
+    if phase.cut.join == "last":
+        _finish_groups(problem, index, worker, refs)
+        return
+    worker.tell_all(2 * index)
     worker.wait_for_all(2 * index)
     rounds, at_once = problem.rounds(phase), problem.rounds_at_once(phase)
     for first in range(0, rounds, at_once):
-        some = range(first, min(first + at_once, rounds))
-        tiles = [worker.number + number * problem.workers for number in some]
-        # All loads are under way before the first is needed.
-        sums = [_add_parts(problem, phase, refs["parts"], tile) for tile in tiles]
-        for number, tile, values in zip(some, tiles, sums, strict=True):
+        tiles = [worker.number + number * problem.workers for number in range(first, min(first + at_once, rounds))]
+        # All loads are under way before the first is needed. A worker with fewer tiles than others loads the last one
+        # once more: a load that is not needed costs no branch.
+        sums = [_add_parts(phase, refs["parts"], jnp.minimum(tile, phase.result_tiles - 1)) for tile in tiles]
+        for tile, values in zip(tiles, sums, strict=True):
 
             @pl.when(tile < phase.result_tiles)
-            def _(number=number, tile=tile, values=values):
-                _finish_tile(problem, phase, worker, refs, number, tile, values)
+            def _(tile=tile, values=values):
+                _finish_tile(problem, phase, worker, refs, tile, values)
 
 
-def _load_scale(problem: Problem, worker: Worker, squares_ref) -> None:
-    """Leaves each row's factor of the norm in shared memory."""
-    layout = _layout(*squares_ref.shape)
-    mean = jnp.sum(_load(squares_ref, layout), axis=1) / problem.hidden
-    worker.smem["scale"].at[worker.warpgroup][...] = lax.rsqrt(mean + problem.eps)
+def _finish_groups(problem: Problem, index: int, worker: Worker, refs: dict[str, Any]) -> None:
+    """Counts in this warpgroup's parts, and finishes those groups whose last part was among them."""
+    phase = problem.phases[index]
+    _, _, first_group, count = segments(phase, worker.block)
+    if not problem.on_device:  # no counters in the interpreter: everyone waits, and who has the last part finishes
+        worker.tell_all(2 * index)
+        worker.wait_for_all(2 * index)
+    tiles = phase.warpgroup_results // phase.result_columns
+
+    def finish_group(segment, carry):
+        group = first_group + segment
+        first, last = _owners(phase, group)
+        if problem.on_device:
+            counter = problem.first_group_counter(index) + group * phase.warpgroups + worker.warpgroup
+            is_last = worker.count_in(counter) == last - first
+        else:
+            is_last = worker.block == last
+
+        @pl.when(is_last)
+        def _():
+            if problem.on_device:
+                worker.reset(counter)
+
+            def finish(place, carry):
+                tile = (group * phase.warpgroups + worker.warpgroup) * tiles + place
+                _finish_tile(problem, phase, worker, refs, tile, _add_parts(phase, refs["parts"], tile))
+                return carry
+
+            lax.fori_loop(0, tiles, finish, None)
+
+        return carry
+
+    lax.fori_loop(0, count, finish_group, None)
 
 
-def _add_parts(problem: Problem, phase: Phase, parts_ref, tile) -> list[Array]:
-    """A tile of the sums, [padded_rows, RESULT_COLUMNS]; of gate and up, if the phase has both."""
-    layout = _layout(problem.padded_rows, RESULT_COLUMNS)
-    # A worker with fewer tiles than others loads its last one again: a load that is not needed costs no branch.
-    tile = jnp.minimum(tile, phase.result_tiles - 1)
-    tiles_of_group = phase.group_results // RESULT_COLUMNS
-    group = lax.div(tile, jnp.int32(tiles_of_group))
-    place = lax.rem(tile, jnp.int32(tiles_of_group))
+def _owners(phase: Phase, group) -> tuple[Any, Any]:
+    """The first and the last block that have parts of a group."""
     first_unit = group * phase.steps
-    first, last = [phase.owner(unit, _divide) for unit in (first_unit, first_unit + phase.steps - 1)]
+    return phase.owner(first_unit, _divide), phase.owner(first_unit + phase.steps - 1, _divide)
+
+
+def _add_parts(phase: Phase, parts_ref, tile) -> list[Array]:
+    """A tile of the sums, [padded_rows, result_columns]; of gate and up, if the phase has both."""
+    layout = _layout(phase.padded_rows, phase.result_columns)
+    tiles = phase.warpgroup_results // phase.result_columns
+    warpgroup, place = _divide(tile, tiles), lax.rem(tile, jnp.int32(tiles))
+    group, warpgroup = _divide(warpgroup, phase.warpgroups), lax.rem(warpgroup, jnp.int32(phase.warpgroups))
+    first, last = _owners(phase, group)
     sums = []
-    for part in range(2 if phase.is_swiglu else 1):
-        columns = _columns(place + part * tiles_of_group)
+    for part in range(phase.parts):
+        columns = _columns(phase, (warpgroup * phase.parts + part) * tiles + place)
         parts = []
         for owner in range(phase.max_owners):
             block = jnp.minimum(first + owner, last)
-            segment = group - lax.div(phase.start(block, _divide), jnp.int32(phase.steps))
+            segment = group - _divide(phase.start(block, _divide, jnp.minimum), phase.steps)
             values = _load(parts_ref.at[block, segment, :, columns], layout)
             if owner:  # the first one is always there
                 values = values * (first + owner <= last).astype(jnp.float32)
@@ -155,56 +206,48 @@ def _add_parts(problem: Problem, phase: Phase, parts_ref, tile) -> list[Array]:
     return sums
 
 
-def _divide(a, b):
-    return lax.div(a, jnp.int32(b))
-
-
-def _finish_tile(
-    problem: Problem, phase: Phase, worker: Worker, refs: dict[str, Any], number: int, tile, sums: list[Array]
-) -> None:
+def _finish_tile(problem: Problem, phase: Phase, worker: Worker, refs: dict[str, Any], tile, sums: list[Array]) -> None:
     """Residual, scale, activation and rounding, and whatever the next phase needs of the tile."""
-    shape = (problem.padded_rows, RESULT_COLUMNS)
+    shape = (problem.padded_rows, phase.result_columns)
     layout = _layout(*shape)
     if phase.name in ("output", "down"):
-        _finish_residual(problem, phase, worker, refs, number, tile, sums[0])
+        _finish_residual(problem, phase, worker, refs, tile, sums[0])
         return
-    scale = _load(worker.smem["scale"].at[worker.warpgroup], layout.reduce((1,)))
+    scale = _load(worker.smem["scale"], layout.reduce((1,)))
     scaled = [values * _spread(scale, shape, 0, layout) for values in sums]
     if phase.is_swiglu:
         gate, up = scaled
-        refs["activated"].at[:, _columns(tile)][...] = (gate * lax.logistic(gate) * up).astype(jnp.bfloat16)
+        refs["activated"].at[:, _columns(phase, tile)][...] = (gate * lax.logistic(gate) * up).astype(jnp.bfloat16)
     else:
-        _store(problem, worker, refs["qkv"], tile, scaled[0].astype(jnp.bfloat16))
+        _store(phase, worker, refs["qkv"], tile, scaled[0].astype(jnp.bfloat16))
 
 
-def _finish_residual(
-    problem: Problem, phase: Phase, worker: Worker, refs: dict[str, Any], number: int, tile, values: Array
-) -> None:
-    """Adds the residual; leaves the sum for the next time, and for the norm after it."""
-    shape = (problem.padded_rows, RESULT_COLUMNS)
+def _finish_residual(problem: Problem, phase: Phase, worker: Worker, refs: dict[str, Any], tile, values: Array) -> None:
+    """Leaves the residual stream for the next time, and for the norm after it; the first time it is in the sum."""
+    shape = (problem.padded_rows, phase.result_columns)
     layout = _layout(*shape)
+    kept = refs["after_attention"].at[:, _columns(phase, tile)]
     is_first = phase.name == "output"
     if is_first:
-        plgpu.barrier_wait(worker.barriers["residual"].at[worker.warpgroup * problem.rounds(phase) + number])
-    kept = worker.smem["residual"].at[worker.warpgroup, number]
-    x = (values + _load(kept, layout).astype(jnp.float32)).astype(jnp.bfloat16)
-    if is_first:
+        x = values.astype(jnp.bfloat16)
         kept[...] = x
     else:
-        _store(problem, worker, refs["x"], tile, x)
+        x = (values + _load(kept, layout).astype(jnp.float32)).astype(jnp.bfloat16)
+        _store(phase, worker, refs["x"], tile, x)
         if problem.qkv is None:
             return
     norm, place = ("mlp_norm", 0) if is_first else ("next_norm", 1)
     wide = x.astype(jnp.float32)
-    weights = _load(refs[norm].at[_columns(tile)], layout.reduce((0,))).astype(jnp.float32)
-    refs["normed"].at[place, :, _columns(tile)][...] = (wide * _spread(weights, shape, 1, layout)).astype(jnp.bfloat16)
-    refs["squares"].at[place, :, tile][...] = jnp.sum(wide * wide, axis=1)
+    weights = _load(refs[norm].at[_columns(phase, tile)], layout.reduce((0,))).astype(jnp.float32)
+    normed = (wide * _spread(weights, shape, 1, layout)).astype(jnp.bfloat16)
+    refs["normed"].at[place, :, _columns(phase, tile)][...] = normed
+    refs[f"squares_{phase.name}"].at[:, tile][...] = jnp.sum(wide * wide, axis=1)
 
 
-def _store(problem: Problem, worker: Worker, out_ref, tile, values: Array) -> None:
+def _store(phase: Phase, worker: Worker, out_ref, tile, values: Array) -> None:
     """Stores a tile of a result of the kernel; the copy leaves out rows past the result's end."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    staging = worker.smem["out"].at[worker.warpgroup]
+    staging = worker.smem[f"out_{phase.name}"].at[worker.warpgroup]
     staging[...] = values
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staging, out_ref.at[pl.ds(0, problem.padded_rows), _columns(tile)])
+    plgpu.copy_smem_to_gmem(staging, out_ref.at[pl.ds(0, phase.padded_rows), _columns(phase, tile)])

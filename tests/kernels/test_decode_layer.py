@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.kernels.decode_layer import decode_layer
 from jaxserve.kernels.decode_layer_mosaic_gpu import decode_layer_mosaic_gpu
-from jaxserve.kernels.decode_layer_plan import Problem, TuningConfig, choose_config
+from jaxserve.kernels.decode_layer_plan import Cut, Problem, TuningConfig, choose_config, shared_bytes
 from tests.kernels.decode_layer_cases import EPS, Case, check, make_arrays, reference
 
 needs_interpreter = pytest.mark.skipif(
@@ -18,16 +18,43 @@ needs_interpreter = pytest.mark.skipif(
     reason=f"jax {jax.__version__} can't lower or interpret this kernel; 0.11 can",
 )
 
-# Two blocks are as many as the interpreter's threads allow. Cut in two, every phase has a group in two blocks' hands.
+# Two blocks are as many as the interpreter's threads allow. Cut in two, every phase has a group in two blocks' hands; a
+# phase of one block leaves the other out.
+_LAST = Cut(2, 2, "last")
 INTERPRETED = {
-    "one row": (Case(rows=1), TuningConfig(2, 1, 3, 2)),
-    "odd rows, the last layer": (Case(rows=13, qkv=None, ffn=384), TuningConfig(2, 1, 2, 3)),
-    "two compute warpgroups": (Case(rows=16, ffn=128, qkv=256), TuningConfig(2, 2, 2, 2)),
-    "one block": (Case(rows=3, hidden=128, ffn=128, qkv=128), TuningConfig(1, 1, 4, 4)),
+    "one row": (Case(rows=1), TuningConfig((Cut(2, 2),) * 4, stages=3, x_stages=2)),
+    "odd rows, the last layer": (
+        Case(rows=13, qkv=None, ffn=384),
+        TuningConfig((Cut(2, 2),) * 4, stages=2, x_stages=3),
+    ),
+    "two compute warpgroups": (
+        Case(rows=16, ffn=128, qkv=256),
+        TuningConfig((Cut(4, 2),) * 4, compute_warpgroups=2, stage_tiles=4, stages=2, x_stages=2),
+    ),
+    "one block": (
+        Case(rows=3, hidden=128, ffn=128, qkv=128),
+        TuningConfig((Cut(2, 1),) * 4, stages=4, x_stages=4),
+    ),
+    "who is last finishes, multiplying ahead": (
+        Case(rows=3),
+        TuningConfig((_LAST, Cut(2, 1, "last"), _LAST, Cut(1, 2, "last")), stages=3, x_stages=3, multiplies_ahead=True),
+    ),
+    "tiles along k, small copies, two compute warpgroups": (
+        Case(rows=16, ffn=128, qkv=256),
+        TuningConfig(
+            (_LAST, Cut(4, 1, "last"), _LAST, Cut(2, 2)),
+            compute_warpgroups=2,
+            stage_tiles=4,
+            stages=2,
+            x_stages=3,
+            copy_rows=16,
+            multiplies_ahead=True,
+        ),
+    ),
 }
 
 LLAMA = Problem(8, 4096, 4096, 14336, 6144, EPS, choose_config(8), None)
-SMALL = Problem(8, 256, 256, 384, 384, EPS, TuningConfig(7), None)
+SMALL = Problem(8, 256, 256, 384, 384, EPS, TuningConfig((Cut(2, 7), Cut(2, 5), Cut(1, 3), Cut(2, 7))), None)
 
 
 @pytest.mark.parametrize("case", [Case(), Case(rows=1), Case(rows=13, qkv=None), Case(rows=200, ffn=90, hidden=70)])
@@ -60,6 +87,7 @@ def test_every_unit_belongs_to_one_block_that_owners_name(problem: Problem):
         starts = [phase.start(block) for block in range(phase.blocks + 1)]
         assert starts[0] == 0 and starts[-1] == phase.units
         shares = np.diff(starts)
+        assert phase.start(phase.blocks + 1) == phase.units
         assert shares.min() >= 1 and shares.max() - shares.min() <= 1
         owners = np.repeat(np.arange(phase.blocks), shares)
         assert [phase.owner(unit) for unit in range(phase.units)] == owners.tolist()
@@ -72,15 +100,34 @@ def test_every_unit_belongs_to_one_block_that_owners_name(problem: Problem):
 @pytest.mark.parametrize("rows", [1, 8, 24, 64])
 def test_the_chosen_tuning_fills_the_shared_memory_and_no_more(rows: int):
     config = choose_config(rows)
-    padded_rows = -(-rows // 8) * 8
-    used = config.stages * 16384 + config.x_stages * padded_rows * 128
-    assert 190 * 1024 <= used <= 222 * 1024
+    assert 190 * 1024 <= shared_bytes(rows, config) <= 222 * 1024
 
 
-@pytest.mark.parametrize("options", [{"blocks": 0}, {"compute_warpgroups": 3}, {"stages": 1}, {"x_stages": 40}])
-def test_says_what_is_wrong_with_a_tuning(options: dict[str, int]):
-    with pytest.raises(ValueError, match=next(iter(options))):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compute_warpgroups": 3}, "compute_warpgroups"),
+        ({"stages": 1}, "stages=1"),
+        ({"x_stages": 40}, "x_stages=40"),
+        ({"copy_rows": 24}, "copy_rows=24"),
+        ({"extent": "half"}, "extent='half'"),
+        ({"stage_tiles": 3}, "stage_tiles=3.*cut.tiles=2 of output"),
+        ({"compute_warpgroups": 2}, "cut.tiles=2 of gate_up"),
+        ({"stage_tiles": 8, "multiplies_ahead": True}, "x_stages=4.*must hold more than"),
+    ],
+)
+def test_says_what_is_wrong_with_a_tuning(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
         TuningConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"tiles": 3}, "tiles=3"), ({"blocks": 0}, "blocks=0"), ({"join": "first"}, "join='first'")],
+)
+def test_says_what_is_wrong_with_a_cut(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Cut(**options)
 
 
 def test_asking_for_the_hopper_kernel_on_a_cpu_says_why_not():
