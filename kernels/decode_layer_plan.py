@@ -64,7 +64,7 @@ class TuningConfig:
     first ring of weights is fetched while the kernel before this one may still run.
     """
 
-    cuts: tuple[Cut, Cut, Cut, Cut] = (Cut(), Cut(), Cut(), Cut())
+    cuts: tuple[Cut, ...] = (Cut(), Cut(), Cut(), Cut())
     compute_warpgroups: int = 1
     stage_tiles: int = 2
     stages: int = 12
@@ -75,6 +75,8 @@ class TuningConfig:
     extent: Extent = "layer"
 
     def __post_init__(self) -> None:
+        if len(self.cuts) != len(PHASES):
+            raise ValueError(f"{self.cuts=} must be {len(PHASES)}, of {', '.join(PHASES)}")
         if self.compute_warpgroups not in (1, 2):
             raise ValueError(f"{self.compute_warpgroups=} must be 1 or 2")
         if self.copy_rows not in (8, 16, 32, 64):

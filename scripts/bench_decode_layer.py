@@ -83,9 +83,8 @@ def our_layer(config: TuningConfig) -> Layer:
     return layer
 
 
-def cuts(tiles: tuple[int, ...], blocks: tuple[int, ...], join: Join) -> tuple[Cut, Cut, Cut, Cut]:
-    output, gate_up, down, qkv = [Cut(*cut, join) for cut in zip(tiles, blocks, strict=True)]
-    return output, gate_up, down, qkv
+def cuts(tiles: tuple[int, ...], blocks: tuple[int, ...], join: Join) -> tuple[Cut, ...]:
+    return tuple(Cut(*cut, join) for cut in zip(tiles, blocks, strict=True))
 
 
 # Every phase cut so that all blocks read the same rows of the weights at the same time; gate and up are not cut along k.
@@ -202,13 +201,20 @@ def measure(kinds: list[str], rows: int, calls: int, repetitions: int, lock_path
             for kind in kinds
             for name, layer in contenders(kind, rows).items()
         }
+        failures = []
         for name, program in programs.items():
+            if (failure := program.exception()) is not None:
+                print(f"{rows:>4}  {name}: does not compile", flush=True)
+                failures.append(failure)
+                continue
             compiled = program.result()
             fcntl.flock(lock, fcntl.LOCK_EX)
             few, many = [median_seconds(compiled, x, attended, weights, launches, repetitions) for launches in LAUNCHES]
             fcntl.flock(lock, fcntl.LOCK_UN)
             seconds = (many - few) / (calls * (LAUNCHES[1] - LAUNCHES[0]))
             print(f"{rows:>4}  {name:<76} {seconds * 1e6:>7.1f} {weight_bytes / seconds / 1e12:>6.2f}", flush=True)
+    if failures:
+        raise failures[0]
 
 
 def relay(command: list[str]) -> list[str]:

@@ -24,7 +24,7 @@ MARCHING = Cut(2, 128, "last"), Cut(4, 112, "last"), Cut(2, 128, "last"), Cut(2,
 CONFIGS = {
     "marching": TuningConfig(MARCHING, stage_tiles=4, stages=3, multiplies_ahead=True),
     "marching, all join, small copies": TuningConfig(
-        tuple(Cut(cut.tiles, cut.blocks) for cut in MARCHING),  # pyright: ignore[reportArgumentType]
+        tuple(Cut(cut.tiles, cut.blocks) for cut in MARCHING),
         stage_tiles=4,
         stages=3,
         copy_rows=16,
@@ -131,7 +131,7 @@ def test_two_compute_warpgroups_give_the_definition_of_many_rows():
 
 def test_the_last_layer_has_no_next():
     arrays = (*_arrays(LLAMA, 8)[:6], None, None)
-    result = decode_layer(*arrays, eps=EPS, implementation="mosaic_gpu")  # pyright: ignore[reportArgumentType]
+    result = decode_layer(*arrays, eps=EPS, implementation="mosaic_gpu")  # pyright: ignore[reportArgumentType, reportCallIssue]
     check(result.x, _expected(LLAMA, 8)[0], 4e-3)
     assert result.qkv is None
 

@@ -36,7 +36,7 @@ INTERPRETED = {
         TuningConfig((Cut(2, 1),) * 4, stages=4, x_stages=4),
     ),
     "who is last finishes, multiplying ahead": (
-        Case(rows=3),
+        Case(rows=3, hidden=384, ffn=192, qkv=192),
         TuningConfig((_LAST, Cut(2, 1, "last"), _LAST, Cut(1, 2, "last")), stages=3, x_stages=3, multiplies_ahead=True),
     ),
     "tiles along k, small copies, two compute warpgroups": (
@@ -107,6 +107,7 @@ def test_the_chosen_tuning_fills_the_shared_memory_and_no_more(rows: int):
     ("options", "message"),
     [
         ({"compute_warpgroups": 3}, "compute_warpgroups"),
+        ({"cuts": (Cut(),) * 3}, "must be 4"),
         ({"stages": 1}, "stages=1"),
         ({"x_stages": 40}, "x_stages=40"),
         ({"copy_rows": 24}, "copy_rows=24"),
