@@ -104,18 +104,18 @@ def _check_repeatedly(case: Case, rows: int, config: TuningConfig | None) -> Non
     assert not np.asarray(counters).any()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 16, 40, 64])
+@pytest.mark.parametrize("rows", [1, 3, 64])
 def test_a_small_layer_matches_the_definition_each_time(rows: int):
     _check_repeatedly(SMALL, rows, None)
 
 
 @pytest.mark.parametrize("join", ["all", "last"])
-@pytest.mark.parametrize("blocks", [1, 3, 7])
+@pytest.mark.parametrize("blocks", [1, 7])
 def test_any_number_of_blocks_gives_the_definition(blocks: int, join: Any):
     _check_repeatedly(SMALL, 8, TuningConfig((Cut(2, blocks, join),) * 4, stages=4))
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("rows", [1, 64])
 def test_a_layer_of_llama_matches_the_definition_each_time(rows: int):
     _check_repeatedly(LLAMA, rows, None)
 
