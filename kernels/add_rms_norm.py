@@ -2,13 +2,12 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.kernels.add_rms_norm_mosaic_gpu import add_rms_norm_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.add_rms_norm_xla import add_rms_norm_xla
-from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
+from jaxserve.kernels.hopper import takes_kernel
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -46,13 +45,6 @@ def add_rms_norm(
         )
     if weight.shape != x.shape[1:]:
         raise ValueError(f"{weight.shape=} must be [size={x.shape[1]}]")
-    if implementation not in (None, "mosaic_gpu", "xla"):
-        raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
-    reason = None if implementation == "xla" else missing_device() or unsupported_reason(x)
-    if implementation == "xla" or (implementation is None and reason is not None):
-        if reason is not None and jax.default_backend() == "gpu":
-            warn_of_fall_back("add_rms_norm", reason)
-        return add_rms_norm_xla(x, update, weight, eps)
-    if reason is not None:
-        raise NotImplementedError(f"the Hopper kernel of add_rms_norm can't run here: {reason}")
-    return add_rms_norm_mosaic_gpu(x, update, weight, eps=eps)
+    if takes_kernel("add_rms_norm", implementation, lambda: unsupported_reason(x)):
+        return add_rms_norm_mosaic_gpu(x, update, weight, eps=eps)
+    return add_rms_norm_xla(x, update, weight, eps)

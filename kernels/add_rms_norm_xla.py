@@ -1,8 +1,9 @@
 """The residual add and the norm after it in plain XLA: the reference, the CPU path and the fall-back."""
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
+
+from jaxserve.kernels.rms_norm_xla import rms_norm
 
 
 def add_rms_norm_xla(
@@ -10,6 +11,4 @@ def add_rms_norm_xla(
 ) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
     """Computes what `add_rms_norm` documents, from validated arguments."""
     total = x + update if update.ndim == 2 else (x.astype(jnp.float32) + update.sum(axis=0)).astype(x.dtype)
-    wide = total.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return total, (wide * scale * weight.astype(jnp.float32)[None]).astype(x.dtype)
+    return total, rms_norm(total, weight, eps)

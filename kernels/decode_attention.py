@@ -2,13 +2,12 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.kernels.decode_attention_mosaic_gpu import decode_attention_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.decode_attention_xla import decode_attention_xla
-from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
+from jaxserve.kernels.hopper import takes_kernel
 from jaxserve.kernels.lowered_once import LoweredOnce
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -59,16 +58,8 @@ def decode_attention(
     """
     _validate(q, k_pages, v_pages, page_table, kv_lens, window, softcap)
     layer = jnp.asarray(layer, jnp.int32)
-    if implementation not in (None, "xla", "mosaic_gpu"):
-        raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
-    if implementation != "xla":
-        reason = missing_device() or unsupported_reason(q, k_pages)
-        if implementation == "mosaic_gpu" and reason is not None:
-            raise NotImplementedError(f"the Hopper kernel of decode_attention can't run here: {reason}")
-        if implementation is None and reason is not None and jax.default_backend() == "gpu":
-            warn_of_fall_back("decode_attention", reason)
-        implementation = "mosaic_gpu" if reason is None else "xla"
-    attend = _hopper_kernel if implementation == "mosaic_gpu" else decode_attention_xla
+    takes_hopper = takes_kernel("decode_attention", implementation, lambda: unsupported_reason(q, k_pages))
+    attend = _hopper_kernel if takes_hopper else decode_attention_xla
     return attend(
         q, k_pages, v_pages, layer, page_table, kv_lens,
         scale=scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale,

@@ -2,7 +2,6 @@
 
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
@@ -10,7 +9,7 @@ from jaxserve.kernels.decode_layer_mosaic_gpu import decode_layer_mosaic_gpu, un
 from jaxserve.kernels.decode_layer_plan import MAX_ROWS
 from jaxserve.kernels.decode_layer_xla import decode_layer_xla
 from jaxserve.kernels.grid_barrier import COUNTERS
-from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
+from jaxserve.kernels.hopper import takes_kernel
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -71,16 +70,14 @@ def decode_layer(
     _validate(*arrays)
     if counters is not None and (counters.shape != (COUNTERS,) or counters.dtype != jnp.int32):
         raise ValueError(f"counters are {counters.dtype}{counters.shape}, must be int32({COUNTERS},)")
-    if implementation not in (None, "mosaic_gpu", "xla"):
-        raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
-    if implementation != "xla":
-        reason = missing_device() or unsupported_reason(attended, wo, w_gate_up, next_wqkv)
-        if reason is None:
-            return DecodeLayerResult(*decode_layer_mosaic_gpu(*arrays, counters, eps=eps))
-        if implementation == "mosaic_gpu":
-            raise NotImplementedError(f"the Hopper kernel of decode_layer can't run here: {reason}")
-        if jax.default_backend() == "gpu" and attended.shape[0] <= MAX_ROWS:
-            warn_of_fall_back("decode_layer", reason)
+    takes_hopper = takes_kernel(
+        "decode_layer",
+        implementation,
+        lambda: unsupported_reason(attended, wo, w_gate_up, next_wqkv),
+        is_expected=attended.shape[0] <= MAX_ROWS,
+    )
+    if takes_hopper:
+        return DecodeLayerResult(*decode_layer_mosaic_gpu(*arrays, counters, eps=eps))
     return DecodeLayerResult(*decode_layer_xla(*arrays, eps=eps), counters)
 
 

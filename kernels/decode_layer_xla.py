@@ -1,17 +1,9 @@
 """A decode layer between attention and the next attention in plain XLA: the reference, the CPU path, the fall-back."""
 
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.kernels.decode_matmul_xla import decode_matmul_swiglu_xla, decode_matmul_xla
-
-
-def rms_norm(x: Float[Array, "rows size"], weight: Float[Array, " size"], eps: float) -> Float[Array, "rows size"]:
-    """Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467) in float32; the result has x's dtype."""
-    wide = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight.astype(jnp.float32)[None]).astype(x.dtype)
+from jaxserve.kernels.rms_norm_xla import rms_norm
 
 
 def decode_layer_xla(

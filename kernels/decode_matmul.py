@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.kernels.decode_matmul_mosaic_gpu import MAX_ROWS, decode_matmul_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.decode_matmul_xla import decode_matmul_swiglu_xla, decode_matmul_xla
-from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
+from jaxserve.kernels.hopper import takes_kernel
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -48,7 +48,7 @@ def decode_matmul(
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if w.ndim != 2:
         raise ValueError(f"{w.shape=} must be [k, n]")
-    _validate(x, w, out_dtype, implementation)
+    _validate(x, w, out_dtype)
     if residual is not None:
         expected = (x.shape[0], w.shape[1])
         if residual.shape != expected or residual.dtype != out_dtype:
@@ -81,7 +81,7 @@ def decode_matmul_swiglu(
     """
     if w_gate_up.ndim != 3 or w_gate_up.shape[1] != 2:
         raise ValueError(f"{w_gate_up.shape=} must be [k, 2, ffn]")
-    _validate(x, w_gate_up, x.dtype, implementation)
+    _validate(x, w_gate_up, x.dtype)
     if _takes_kernel(x, w_gate_up, x.dtype, implementation):
         return decode_matmul_mosaic_gpu(
             x, w_gate_up, is_swiglu=True, out_dtype=x.dtype, prefetch_weights=prefetch_weights
@@ -90,19 +90,15 @@ def decode_matmul_swiglu(
 
 
 def _takes_kernel(x: Array, w: Array, out_dtype: jnp.dtype, implementation: Implementation | None) -> bool:
-    if implementation == "xla":
-        return False
-    reason = missing_device() or unsupported_reason(x, w, out_dtype)
-    if reason is None:
-        return True
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(f"the Hopper kernel of decode_matmul can't run here: {reason}")
-    if jax.default_backend() == "gpu" and x.shape[0] <= MAX_ROWS:
-        warn_of_fall_back("decode_matmul", reason)
-    return False
+    return takes_kernel(
+        "decode_matmul",
+        implementation,
+        lambda: unsupported_reason(x, w, out_dtype),
+        is_expected=x.shape[0] <= MAX_ROWS,
+    )
 
 
-def _validate(x: Array, w: Array, out_dtype: jnp.dtype, implementation: str | None) -> None:
+def _validate(x: Array, w: Array, out_dtype: jnp.dtype) -> None:
     if x.ndim != 2:
         raise ValueError(f"{x.shape=} must be [rows, k]")
     if x.shape[1] != w.shape[0]:
@@ -111,5 +107,3 @@ def _validate(x: Array, w: Array, out_dtype: jnp.dtype, implementation: str | No
         raise ValueError(f"{x.dtype=} and {w.dtype=} must be the same, one of {_DTYPES}")
     if out_dtype.name not in _DTYPES:
         raise ValueError(f"{out_dtype=} must be one of {_DTYPES}")
-    if implementation not in (None, "mosaic_gpu", "xla"):
-        raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")

@@ -2,11 +2,10 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
+from jaxserve.kernels.hopper import takes_kernel
 from jaxserve.kernels.lowered_once import LoweredOnce
 from jaxserve.kernels.prefill_attention_mosaic_gpu import prefill_attention_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.prefill_attention_xla import prefill_attention_xla
@@ -63,22 +62,15 @@ def prefill_attention(
         ValueError: shapes, dtypes or parameters that do not fit together.
         NotImplementedError: implementation="mosaic_gpu" for a case that the kernel does not cover.
     """
-    _validate(q, k_pages, v_pages, page_table, query_starts, kv_lens, window, softcap, implementation)
+    _validate(q, k_pages, v_pages, page_table, query_starts, kv_lens, window, softcap)
     layer = jnp.asarray(layer, jnp.int32)
     k_scale = None if k_scale is None else jnp.asarray(k_scale, jnp.float32)
     v_scale = None if v_scale is None else jnp.asarray(v_scale, jnp.float32)
-    if implementation != "xla":
-        reason = missing_device() or unsupported_reason(q, k_pages, page_table.shape[0], scale)
-        if reason is None:
-            return _hopper_kernel(
-                q, k_pages, v_pages, layer, page_table, query_starts, kv_lens,
-                scale=scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
-            )  # fmt: skip
-        if implementation == "mosaic_gpu":
-            raise NotImplementedError(f"prefill attention on Mosaic GPU: {reason}")
-        if jax.default_backend() == "gpu":
-            warn_of_fall_back("prefill_attention", reason)
-    return prefill_attention_xla(
+    takes_hopper = takes_kernel(
+        "prefill_attention", implementation, lambda: unsupported_reason(q, k_pages, page_table.shape[0], scale)
+    )
+    attend = _hopper_kernel if takes_hopper else prefill_attention_xla
+    return attend(
         q, k_pages, v_pages, layer, page_table, query_starts, kv_lens,
         scale=scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
@@ -93,7 +85,6 @@ def _validate(
     kv_lens: Array,
     window: int | None,
     softcap: float | None,
-    implementation: str | None,
 ) -> None:
     if q.ndim != 3 or k_pages.ndim != 5:
         raise ValueError(
@@ -126,5 +117,3 @@ def _validate(
         raise ValueError(f"{window=} must be at least 1, or None for no window")
     if softcap is not None and softcap <= 0.0:
         raise ValueError(f"{softcap=} must be above 0, or None for no cap")
-    if implementation not in (None, "mosaic_gpu", "xla"):
-        raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")

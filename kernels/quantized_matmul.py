@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxserve.kernels.hopper import check_implementation
 from jaxserve.kernels.quantized_matmul_xla import quantized_matmul_swiglu_xla, quantized_matmul_xla
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -119,8 +120,7 @@ def _validate(
             raise ValueError("input_scale goes with quantize_activations")
         if input_scale.shape != () or input_scale.dtype != jnp.float32:
             raise ValueError(f"input_scale is {input_scale.dtype}{input_scale.shape}, must be one float32")
-    if implementation not in (None, "mosaic_gpu", "xla"):
-        raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
+    check_implementation(implementation)
     if implementation == "mosaic_gpu":
         raise NotImplementedError(f"there is no Hopper kernel for products with {values.dtype} weights yet")
 

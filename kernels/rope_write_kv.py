@@ -2,11 +2,10 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.kernels.hopper import missing_device, warn_of_fall_back
+from jaxserve.kernels.hopper import takes_kernel
 from jaxserve.kernels.rope_write_kv_mosaic_gpu import rope_write_kv_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.rope_write_kv_xla import rope_write_kv_xla
 
@@ -60,16 +59,8 @@ def rope_write_kv(
     """
     _validate(qkv, k_pages, v_pages, cosines, sines, pages, offsets)
     layer = jnp.asarray(layer, jnp.int32)
-    if implementation not in (None, "xla", "mosaic_gpu"):
-        raise ValueError(f"{implementation=} must be 'mosaic_gpu', 'xla' or None")
-    if implementation != "xla":
-        reason = missing_device() or unsupported_reason(qkv, k_pages)
-        if implementation == "mosaic_gpu" and reason is not None:
-            raise NotImplementedError(f"the Hopper kernel of rope_write_kv can't run here: {reason}")
-        if implementation is None and reason is not None and jax.default_backend() == "gpu":
-            warn_of_fall_back("rope_write_kv", reason)
-        implementation = "mosaic_gpu" if reason is None else "xla"
-    write = rope_write_kv_mosaic_gpu if implementation == "mosaic_gpu" else rope_write_kv_xla
+    takes_hopper = takes_kernel("rope_write_kv", implementation, lambda: unsupported_reason(qkv, k_pages))
+    write = rope_write_kv_mosaic_gpu if takes_hopper else rope_write_kv_xla
     return write(
         qkv, k_pages, v_pages, layer, cosines, sines, pages, offsets, k_scale=k_scale, v_scale=v_scale
     )  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import glob
 import tempfile
 import time
 from collections import defaultdict
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.bench.floor import step_floor_ms
+from jaxserve.bench.profile import read_events
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import make_engine_mesh, resolve_dtype
 from jaxserve.engine.decode_state import empty_state
@@ -66,23 +66,16 @@ def packed_step(bucket: Bucket, sizes: Sizes, context: int) -> np.ndarray:
 
 def kernel_table(folder: str, steps: int, most: int) -> str:
     """Kernels of a trace by their time in one step."""
-    paths = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+    [trace] = Path(folder).rglob("*.xplane.pb")
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
-    for path in paths:
-        for plane in jax.profiler.ProfileData.from_file(path).planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    times[event.name] += event.duration_ns
-                    counts[event.name] += 1
+    for event in read_events(trace):
+        times[event.name] += event.duration
+        counts[event.name] += 1
     lines = [f"{'us a step':>10}  {'a step':>7}  kernel"]
     for name, total in sorted(times.items(), key=lambda item: -item[1])[:most]:
-        lines.append(f"{total / steps / 1e3:10.1f}  {counts[name] / steps:7.1f}  {name[:90]}")
-    lines.append(f"{sum(times.values()) / steps / 1e3:10.1f}  {sum(counts.values()) / steps:7.1f}  all")
+        lines.append(f"{total / steps * 1e6:10.1f}  {counts[name] / steps:7.1f}  {name[:90]}")
+    lines.append(f"{sum(times.values()) / steps * 1e6:10.1f}  {sum(counts.values()) / steps:7.1f}  all")
     return "\n".join(lines)
 
 

@@ -28,7 +28,10 @@ KeyT = TypeVar("KeyT")
 _LONGEST_OUTPUT = 4000
 
 # The named scopes of a forward pass, innermost last where one lies in another.
-SCOPES = ("embed", "rope", "qkv", "rope_write_kv", "attention", "output", "mlp", "final_norm", "lm_head")
+SCOPES = (
+    "embed", "rope", "attention_norm", "qkv", "rope_write_kv", "attention", "output", "mlp_norm", "mlp", "final_norm",
+    "lm_head",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

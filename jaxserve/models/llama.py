@@ -14,10 +14,11 @@ from jaxserve.config import ModelConfig
 from jaxserve.kernels.add_rms_norm import add_rms_norm
 from jaxserve.kernels.decode_attention import decode_attention
 from jaxserve.kernels.prefill_attention import prefill_attention
+from jaxserve.kernels.rms_norm_xla import rms_norm
 from jaxserve.kernels.rope_write_kv import rope_write_kv
 from jaxserve.models.batch import Batch
+from jaxserve.models.embedding import embed
 from jaxserve.models.kv_cache import KVCache
-from jaxserve.models.layers import embed, rms_norm
 from jaxserve.models.linear import add_bias, column_parallel, head_scores, num_parts, row_parallel, swiglu
 from jaxserve.models.params import LayerParams, LlamaParams
 from jaxserve.models.rope import RopeTables, inverse_frequencies, rope_tables

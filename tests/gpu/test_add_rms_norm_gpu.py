@@ -3,19 +3,13 @@
 import functools
 import logging
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxserve.kernels.add_rms_norm import add_rms_norm
 from tests.kernels.add_rms_norm_cases import EPS, SHAPES, check, make_arrays
 
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if capability != "9.0":
-        pytest.skip(f"needs a Hopper GPU, this one has compute capability {capability}")
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 @pytest.mark.parametrize(("rows", "size"), [*SHAPES, (64, 4096), (320, 4096)])

@@ -15,6 +15,8 @@ from jaxserve.kernels.decode_layer_xla import decode_layer_xla
 from jaxserve.kernels.grid_barrier import COUNTERS
 from tests.kernels.decode_layer_cases import EPS, Case, check
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 SMALL = Case(attended=512, hidden=512, ffn=1024, qkv=768)
 LLAMA = Case(attended=4096, hidden=4096, ffn=14336, qkv=6144)
 REPETITIONS = {SMALL: 50, LLAMA: 30}
@@ -35,13 +37,6 @@ CONFIGS = {
         MARCHING, compute_warpgroups=2, stage_tiles=4, stages=4, multiplies_ahead=True
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if capability != "9.0":
-        pytest.skip(f"needs a Hopper GPU, this one has compute capability {capability}")
 
 
 @functools.cache

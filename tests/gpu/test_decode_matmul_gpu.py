@@ -13,6 +13,8 @@ from jaxserve.kernels.decode_matmul import Implementation, decode_matmul
 from jaxserve.kernels.decode_matmul_mosaic_gpu import TuningConfig, decode_matmul_mosaic_gpu
 from tests.kernels.decode_matmul_cases import Case, check, make_arrays
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 SHAPES = {
     "qkv": Case(k=4096, columns=6144),
     "attention output": Case(k=4096, columns=4096, has_residual=True),
@@ -22,13 +24,6 @@ SHAPES = {
     "small, odd number of tiles": Case(k=576, columns=960),
     "float32 residual": Case(k=1024, columns=1024, has_residual=True, out_dtype=jnp.float32),
 }
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if capability != "9.0":
-        pytest.skip(f"needs a Hopper GPU, this one has compute capability {capability}")
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 13, 16, 40, 64, 128])

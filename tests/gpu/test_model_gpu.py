@@ -30,16 +30,11 @@ CONFIG = ModelConfig(
     max_position_embeddings=2048,
     rope_theta=500000.0,
 )
+
+pytestmark = pytest.mark.usefixtures("hopper")
 PROMPT = [(7 * i * i + 3 * i) % CONFIG.vocab_size for i in range(300)]
 STEPS = 24
 KERNELS = ("add_rms_norm", "rope_write_kv", "decode_attention", "prefill_attention")
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if capability != "9.0":
-        pytest.skip(f"needs a Hopper GPU, this one has compute capability {capability}")
 
 
 @contextlib.contextmanager

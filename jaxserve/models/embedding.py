@@ -1,20 +1,11 @@
-"""The parts of a decoder layer that are not attention."""
+"""Rows of the embedding, on one device or cut over several."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.sharding.collectives import Collectives
-
-
-def rms_norm(x: Float[Array, "*rows size"], weight: Float[Array, " size"], eps: float) -> Float[Array, "*rows size"]:
-    """Root-mean-square norm (https://arxiv.org/abs/1910.07467) in float32; the result has x's dtype."""
-    wide = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
-    return (wide * scale * weight).astype(x.dtype)
 
 
 def embed(
