@@ -160,10 +160,14 @@ class ModelRunner:
     def _rehearse(self) -> None:
         """Runs every program once on an empty step: what a GPU sets up at a program's first run is no request's wait."""
         nobody = ScheduledBatch(decode=(), prefill=())
+        rehearsed: set[int] = set()  # rows of the sampling programs that have run
         for bucket, forward in self._forward.items():
             packed = jax.device_put(pack(nobody, bucket, self._sizes), self._replicated)
             result = forward(self._params, self._cache, self._state, packed)
             self._cache, self._state = result.cache, result.state
+            if len(result.slots) in rehearsed:
+                continue
+            rehearsed.add(len(result.slots))
             for mode in self._buckets.sampling_modes:
                 self._run_sampling(mode, result.logits, result.slots, None)
             for mode in self._buckets.masked_modes:
