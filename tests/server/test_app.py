@@ -148,7 +148,7 @@ async def test_a_web_page_cannot_post_without_asking(content_type: str) -> None:
 
 async def test_unknown_routes_and_methods() -> None:
     async with client_of(FakeEngine(say("x"))) as client:
-        for path in ("/", "/v1", "/v1/models/", "/v1/chat/completions/", "/docs", "/v1/%2e/models"):
+        for path in ("/web", "/web/", "/v1", "/v1/models/", "/v1/chat/completions/", "/docs", "/v1/%2e/models"):
             assert_error(await client.get(path), 404, "model" if path == "/v1/models/" else None)
         for method, path in (("GET", "/v1/chat/completions"), ("DELETE", "/v1/models"), ("POST", "/health")):
             response = await client.request(method, path)
@@ -301,6 +301,10 @@ def all_routes() -> list[tuple[str, str]]:
     return [*known, *(("GET", path) for path in odd)]
 
 
+# What is open to everyone: the probe, and the page's own files, which are the package's and hold nothing of the server's.
+PAGE_FILES = {"/", "/web/page.css", "/web/page.js", "/web/api.js", "/web/chat.js", "/web/live.js"}
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -311,13 +315,13 @@ def all_routes() -> list[tuple[str, str]]:
         [("authorization", "Bearer ключ")], [("authorization", "Bearer " + "x" * 50_000)],
     ],
 )  # fmt: skip
-async def test_every_route_but_health_wants_the_key(headers: list[tuple[str, str]]) -> None:
+async def test_every_route_but_health_and_the_page_wants_the_key(headers: list[tuple[str, str]]) -> None:
     encoded = [(name.encode(), value.encode()) for name, value in headers]
     async with client_of(FakeEngine(say("x")), ServerConfig(api_keys=("other", KEY))) as client:
         for method, path in all_routes():
             url = client.base_url.copy_with(raw_path=path.encode())
             response = await client.send(httpx.Request(method, url, headers=encoded))
-            if (method, path) in (("GET", "/health"), ("HEAD", "/health")):
+            if method in ("GET", "HEAD") and path in {"/health", *PAGE_FILES}:
                 assert response.status_code == 200
             elif method == "HEAD":
                 assert response.status_code == 401

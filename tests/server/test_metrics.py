@@ -95,9 +95,9 @@ def test_common_metrics_have_vllm_s_names_too() -> None:
 async def test_times_start_when_the_request_has_been_received(monkeypatch: pytest.MonkeyPatch) -> None:
     build = PromptBuilder.chat
 
-    def build_slowly(*arguments: Any) -> list[int]:
+    def build_slowly(*arguments: Any, **keywords: Any) -> list[int]:
         time.sleep(0.2)
-        return build(*arguments)
+        return build(*arguments, **keywords)
 
     monkeypatch.setattr(PromptBuilder, "chat", build_slowly)
     async with client_of(FakeEngine(say("x"))) as client:
