@@ -2,14 +2,17 @@
 
 import os
 
-# Before jax is imported, by whatever a test module imports first.
-_DEVICES = "--xla_force_host_platform_device_count=8"
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+# Before jax is imported, by whatever a test module imports first. Devices that wait for one another on a machine that is
+# busy with something else wait for longer than the 40 s after which XLA ends the process.
+_XLA_FLAGS = {"xla_force_host_platform_device_count": 8, "xla_cpu_collective_call_terminate_timeout_seconds": 600}
+for _name, _value in _XLA_FLAGS.items():
+    if _name not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_name}={_value}".strip()
 # The CPU unless asked otherwise: `JAX_PLATFORMS=cuda,cpu scripts/test tests/gpu` runs on a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -34,6 +37,13 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update(
         "jax_persistent_cache_min_compile_time_secs", float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
     )
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker that dies ends the run: pytest-xdist 3.8 may wait for ever for the one that takes its place."""
+    if error:
+        node.config.pluginmanager.getplugin("dsession").shouldstop = f"a test ended its process: {error}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
