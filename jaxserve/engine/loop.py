@@ -162,6 +162,8 @@ class EngineLoop:
             idle = pending is None and not self._scheduler.has_work
             self._take_commands(block=idle)
             if self._stopping:
+                if pending is not None:
+                    self._runner.fetch(pending[1])  # so that nothing runs on the device when the thread has ended
                 return
             if idle:
                 last_fetch = time.perf_counter()
