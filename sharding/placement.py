@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.sharding.mesh import TENSOR_AXIS
@@ -35,6 +36,17 @@ def named_shardings(specs: Any, mesh: Mesh) -> Any:
 def replicated(mesh: Mesh) -> NamedSharding:
     """A copy on every device of the mesh."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def put_replicated(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """A copy of a host array on every device of `replicated`; where those are several processes', each puts it on its own.
+
+    `jax.device_put` would have the processes compare what they bring, which takes a collective for each array.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    copies = [jax.device_put(array, device) for device in sharding.mesh.local_devices]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, copies)
 
 
 def _is_declaration(leaf: Any) -> bool:

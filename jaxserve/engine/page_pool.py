@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Tokens
 
+from jaxserve.engine.host_pages import HostPages, OffloadStats, PageCopy
 from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.prefix_cache import CacheDomain, PageNode, PrefixCache
+from jaxserve.engine.prefix_cache import NOWHERE, CacheDomain, PageNode, PrefixCache
 from jaxserve.engine.request import token_bytes
 from jaxserve.engine.sequence import Sequence
 
@@ -22,13 +23,17 @@ class PagePool:
 
     Args:
         caching: False: pages are never shared nor kept.
+        host: where the content of pages goes that are evicted from the tree, to come back when a prompt matches them.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, caching: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, caching: bool = True, host: HostPages[PageNode] | None = None
+    ) -> None:
         self.num_pages = num_pages
         self._page_size = page_size
         self._allocator = PageAllocator(num_pages)
-        self._tree = PrefixCache()
+        self._host = host
+        self._tree = PrefixCache(host)
         self._caching = caching
 
     @property
@@ -41,10 +46,29 @@ class PagePool:
         """Pages in the tree, in use or not."""
         return self._tree.num_pages
 
+    @property
+    def offload_stats(self) -> OffloadStats | None:
+        """What became of pages that were evicted; None: they are not kept in host memory."""
+        return None if self._host is None else self._host.stats(self._page_size)
+
+    def begin_step(self, *, others_decode: bool) -> None:
+        """From now on, prompts of the next step are looked at.
+
+        Args:
+            others_decode: they wait for what the step has copied from host memory, so that it is only so much.
+        """
+        if self._host is not None:
+            self._host.begin_step(others_decode=others_decode)
+
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """What must be copied between device and host memory before the step that was decided; the caller sees to it."""
+        return () if self._host is None else self._host.take_copies()
+
     def match(self, sequence: Sequence) -> list[PageNode]:
         """Pages of the tree that go on where a sequence's own end, all but its last known token at most: that is computed.
 
-        They are not held yet. None for a sequence whose prompt's log probabilities are wanted: those come of computing it.
+        They are not held yet, and the last ones may be in host memory. None for a sequence whose prompt's log probabilities
+        are wanted: those come of computing it.
         """
         if not self._caching or sequence.wants_prompt_logprobs:
             return []
@@ -75,17 +99,42 @@ class PagePool:
 
     def num_missing(self, matched: list[PageNode], num_tokens: int) -> int:
         """By how many `num_free` would fall if a new sequence took `matched` and grew to `num_tokens`."""
-        idle = sum(1 for node in matched if not node.holders)
-        return -(-num_tokens // self._page_size) - len(matched) + idle
+        held = sum(1 for node in matched if node.holders)
+        return -(-num_tokens // self._page_size) - held
 
-    def take(self, sequence: Sequence, matched: list[PageNode]) -> None:
-        """Gives a sequence pages that `match` found for it: their tokens need not be computed."""
-        for node in matched:
+    def take(self, sequence: Sequence, matched: list[PageNode]) -> bool:
+        """Gives a sequence pages that `match` found for it: their tokens need not be computed.
+
+        Returns:
+            Whether it had better wait: more of them are in host memory, and come back with the next steps.
+        """
+        taken = [node for node in matched if node.is_on_device]
+        for node in taken:
             self._tree.hold(node)
-            sequence.nodes.append(node)
-            sequence.pages.append(node.page)
-        sequence.num_computed += len(matched) * self._page_size
+        in_host = matched[len(taken) :]
+        taken += self._bring_back(in_host) if in_host else []
+        sequence.nodes += taken
+        sequence.pages += (node.page for node in taken)
+        sequence.num_computed += len(taken) * self._page_size
         self._expect_full_page(sequence)
+        return len(taken) < len(matched) and self._host is not None and self._host.num_back_now == 0
+
+    def _bring_back(self, nodes: list[PageNode]) -> list[PageNode]:
+        """Has pages copied from host memory, held once: as many as the step allows and as there are pages for."""
+        if self._host is None:
+            return []
+        self._host.touch(node.place for node in reversed(nodes))
+        back: list[PageNode] = []
+        for node in nodes[: self._host.num_back_now]:
+            pages = self.allocate(1)
+            if pages is None:
+                break
+            if node.place == NOWHERE:  # what was evicted just now needed its place
+                self._allocator.free(pages)
+                break
+            self._tree.restore(node, pages[0])
+            back.append(node)
+        return back
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages, or None (and nothing taken) if fewer can be had."""
@@ -122,7 +171,8 @@ class PagePool:
     def flush(self) -> int:
         """Forgets every page of the tree that no sequence has; returns how many."""
         count = self._tree.num_idle
-        self._allocator.free(self._tree.evict() for _ in range(count))
+        self._tree.flush_host()
+        self._allocator.free(self._tree.evict(keep=False) for _ in range(count))
         return count
 
     def pin(self, prompt_token_ids: Tokens[int]) -> None:

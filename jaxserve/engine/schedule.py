@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.engine.host_pages import PageCopy
 from jaxserve.engine.sequence import Sequence
 
 
@@ -45,10 +46,15 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """One step: decode rows and prefill chunks that run side by side."""
+    """One step: decode rows and prefill chunks that run side by side.
+
+    Attributes:
+        copies: pages that go to host memory or come back from there, in this order, before the step.
+    """
 
     decode: tuple[DecodeRow, ...]
     prefill: tuple[PrefillChunk, ...]
+    copies: tuple[PageCopy, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from jaxserve.constraint import ConstraintError, TokenConstraint
+from jaxserve.engine.host_pages import HostPages
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.logprobs import take_prompt_logprobs, token_logprobs
 from jaxserve.engine.page_pool import PagePool
@@ -30,6 +31,7 @@ class Scheduler:
 
     Args:
         order: whose turn comes first.
+        host_pages: where KV pages go that are evicted from the prefix tree; None: nowhere.
         pace: how much prefill a step may take on beside those who decode; None: as much as `limits` allow.
         clock: seconds, of which outputs tell when they came.
     """
@@ -39,13 +41,14 @@ class Scheduler:
         limits: SchedulerLimits,
         *,
         prefix_caching: bool = True,
+        host_pages: HostPages[PageNode] | None = None,
         order: SchedulingOrder | None = None,
         pace: StepPace | None = None,
         prefill_sizes: PrefillSizes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
-        self.pages = PagePool(limits.num_pages, limits.page_size, caching=prefix_caching)
+        self.pages = PagePool(limits.num_pages, limits.page_size, caching=prefix_caching, host=host_pages)
         self.waiting = WaitingQueue(order or SchedulingOrder())
         self.running: list[Sequence] = []  # in the order of their turns
         self.num_preemptions = 0
@@ -99,8 +102,11 @@ class Scheduler:
         decode, unfinished = self._schedule_decode()
         prefill: list[PrefillChunk] = []
         if unfinished or self.waiting:
+            self.pages.begin_step(others_decode=bool(decode))
             prefill = self._schedule_prefill(unfinished, self._prefill_budget(len(decode), unfinished))
-        return ScheduledBatch(decode=tuple(decode), prefill=tuple(prefill))
+        # Copies that were decided for a step in which nothing runs go with the next one.
+        copies = self.pages.take_copies() if decode or prefill else ()
+        return ScheduledBatch(decode=tuple(decode), prefill=tuple(prefill), copies=copies)
 
     def update(self, batch: ScheduledBatch, sampled: SampledTokens) -> list[RequestOutput]:
         """Takes in the tokens of a launched step, and says what is new for the clients."""
@@ -124,7 +130,8 @@ class Scheduler:
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learns from what a step took."""
-        if self._pace is not None:
+        comes_back = any(not copy.to_host for copy in batch.copies)
+        if self._pace is not None and not comes_back:
             self._pace.observe(batch, seconds)
 
     def take_pending_outputs(self) -> list[RequestOutput]:
@@ -234,9 +241,11 @@ class Scheduler:
         return unfinished.pop(0) if unfinished else None
 
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
-        """Appends the next chunk of a running sequence, and returns its tokens (0: no page to be had in this step)."""
+        """Appends the next chunk of a running sequence, and returns its tokens (0: pages are lacking, or come back)."""
         if sequence.num_computed == len(sequence.pages) * self.limits.page_size:
-            self._take_cached(sequence, self.pages.match(sequence))  # what others have computed meanwhile
+            matched = self.pages.match(sequence)  # with what others have computed meanwhile
+            if self._take_cached(sequence, matched):
+                return 0
         start = sequence.num_computed
         length = min(budget, len(sequence.token_ids) - start)
         missing = self.limits.pages_for(start + length) - len(sequence.pages)
@@ -265,13 +274,14 @@ class Scheduler:
         self.pages.keep_full_pages(sequence)
         return length
 
-    def _take_cached(self, sequence: Sequence, matched: list[PageNode]) -> None:
-        """Lets a sequence go on with pages that hold its next tokens already."""
+    def _take_cached(self, sequence: Sequence, matched: list[PageNode]) -> bool:
+        """Lets a sequence go on with pages that hold its next tokens already; whether more of them are on their way."""
         before = sequence.num_computed
-        self.pages.take(sequence, matched)
+        is_waiting = self.pages.take(sequence, matched)
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens += sequence.num_computed - before
             self.num_cached_tokens += sequence.num_computed - before
+        return is_waiting
 
     def _has_room_for(self, sequence: Sequence, matched: list[PageNode]) -> bool:
         """Whether all its known tokens fit, with one page to grow for each running sequence and itself."""

@@ -65,6 +65,7 @@ class FakeRunner:
     def __init__(self, limits: SchedulerLimits, before_fetch: Callable[[int], None] = lambda step: None) -> None:
         self._page_size = limits.page_size
         self._pages = [[-1] * limits.page_size for _ in range(limits.num_pages)]
+        self._host_pages: dict[int, list[int]] = {}
         self._slots: dict[int, _Slot] = {}
         self._max_num_seqs = limits.max_num_seqs
         self._before_fetch = before_fetch
@@ -73,6 +74,11 @@ class FakeRunner:
 
     def launch_forward(self, batch: ScheduledBatch) -> FakePending:
         self.launched.append(batch)
+        for copy in batch.copies:
+            if copy.to_host:
+                self._host_pages[copy.place] = list(self._pages[copy.page])
+            else:
+                self._pages[copy.page] = list(self._host_pages[copy.place])
         for chunk in batch.prefill:
             slot = _Slot(list(chunk.pages), chunk.start, chunk.sequence.seed, chunk.output_index)
             self._slots[self._check_slot(chunk.slot)] = slot

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Sequence as Tokens
 from typing import Any
 
+from jaxserve.engine.host_pages import HostPages
 from jaxserve.engine.limits import SchedulerLimits
+from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import FinishReason, Request, RequestOutput, token_bytes
 from jaxserve.engine.schedule import ScheduledBatch
 from jaxserve.engine.scheduler import Scheduler
@@ -40,10 +42,11 @@ def own_pages(sequence: Sequence) -> list[int]:
 class Harness:
     """One scheduler with its runner. Step N + 1 is launched before the tokens of step N are taken in."""
 
-    def __init__(self, limits: SchedulerLimits | None = None, *, caching: bool = True) -> None:
+    def __init__(self, limits: SchedulerLimits | None = None, *, caching: bool = True, host_pages: int = 0) -> None:
         self.limits = limits or make_limits()
         self.caching = caching
-        self.scheduler = Scheduler(self.limits, prefix_caching=caching)
+        self.host: HostPages[PageNode] | None = HostPages(host_pages) if host_pages else None
+        self.scheduler = Scheduler(self.limits, prefix_caching=caching, host_pages=self.host)
         self.runner = FakeRunner(self.limits)
         self.sequences: dict[Key, Sequence] = {}
         self.outputs: dict[Key, list[int]] = {}
@@ -147,6 +150,7 @@ class Harness:
         assert len(pages) + self.scheduler.pages.num_free == self.limits.num_pages, "pages were lost"
         for sequence in self.sequences.values():
             self.check_nodes(sequence)
+        assert self.host is None or len(self.host) <= self.host.num_places
         slots = [sequence.slot for sequence in self.sequences.values() if sequence.slot >= 0]
         assert len(slots) == len(set(slots)), "a slot has two owners"
         assert len(self.scheduler.running) <= self.limits.max_num_seqs

@@ -137,8 +137,9 @@ def test_a_leaf_is_always_to_be_had(events: list[tuple[bool, int, int]]) -> None
             release(cache, taken.pop(path % len(taken)))
             if path & 1 and cache.num_idle:
                 node = next(iter(cache._idle))
+                page = node.page
                 assert not node.children
-                assert cache.evict() == node.page
+                assert cache.evict() == page
     for nodes in taken:
         release(cache, nodes)
     assert cache.num_idle == cache.num_pages

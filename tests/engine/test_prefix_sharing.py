@@ -227,8 +227,11 @@ def test_hashes_that_collide_mix_nothing_up(weak: bool, monkeypatch: pytest.Monk
     harness.check_done()
 
 
+Trace = tuple[dict[str, int], list[tuple[int, ...]]]
+
+
 @st.composite
-def shared_traces(draw: st.DrawFn) -> tuple[dict[str, int], list[tuple[int, ...]]]:
+def shared_traces(draw: st.DrawFn) -> Trace:
     seqs = draw(st.integers(1, 4))
     limits = {
         "seqs": seqs,
@@ -253,8 +256,8 @@ def shared_traces(draw: st.DrawFn) -> tuple[dict[str, int], list[tuple[int, ...]
     return limits, draw(st.lists(event, min_size=1, max_size=40))
 
 
-def play(limits: dict[str, int], events: list[tuple[int, ...]]) -> None:
-    harness = Harness(make_limits(**limits))
+def play(limits: dict[str, int], events: list[tuple[int, ...]], host_pages: int = 0) -> None:
+    harness = Harness(make_limits(**limits), host_pages=host_pages)
     longest = harness.limits.longest_sequence
     requests: list[list[int]] = []
     for kind, name, length, own, output, choices, salt in events:
@@ -282,6 +285,9 @@ def play(limits: dict[str, int], events: list[tuple[int, ...]]) -> None:
     harness.check_done()
     harness.scheduler.pages.flush()
     assert harness.scheduler.pages.num_cached == 0
+    if harness.host is not None:
+        assert len(harness.host) == 0, "places in host memory were lost"
+        assert sorted(harness.host._free) == list(range(host_pages))
 
 
 def conversation(harness: Harness, number: int) -> list[int]:
@@ -292,7 +298,7 @@ def conversation(harness: Harness, number: int) -> list[int]:
 
 @given(shared_traces())
 def test_whatever_is_shared_every_request_gives_its_solo_tokens(
-    trace: tuple[dict[str, int], list[tuple[int, ...]]],
+    trace: Trace,
 ) -> None:
     play(*trace)
 
@@ -300,5 +306,5 @@ def test_whatever_is_shared_every_request_gives_its_solo_tokens(
 @pytest.mark.long
 @settings(max_examples=5000)
 @given(shared_traces())
-def test_whatever_is_shared_at_length(trace: tuple[dict[str, int], list[tuple[int, ...]]]) -> None:
+def test_whatever_is_shared_at_length(trace: Trace) -> None:
     play(*trace)
