@@ -7,7 +7,7 @@ from typing import Any
 from jaxserve.config import ToolCallFormat
 from jaxserve.constraint import Constraint
 from jaxserve.protocol.errors import BadRequestError
-from jaxserve.protocol.output_format import compile_wanted, wanted_grammar
+from jaxserve.protocol.output_format import compile_tags, compile_wanted, wanted_grammar, wanted_tags
 from jaxserve.protocol.requests import ChatCompletionRequest, GenerationRequest
 from jaxserve.protocol.tools import NamedToolChoice, Tool, ToolChoice, ToolUse
 from jaxserve.structured.compiler import GrammarCompiler
@@ -35,7 +35,9 @@ class AnswerRules:
         self._template_knows_tools = "tools" in source
         self._grammars = GrammarCompiler(tokenizer)
         marker_ids = [tokenizer.token_id(marker) for marker in MARKERS]
-        self.marker_ids = tokenizer.special_token_ids.intersection(marker_ids)
+        self._marker_ids = tokenizer.special_token_ids.intersection(marker_ids)
+        ids = {spelling: tokenizer.token_id(spelling) for spelling in tokenizer.special_tokens}
+        self._control_ids = {spelling: token_id for spelling, token_id in ids.items() if token_id is not None}
         begin = tokenizer.token_id(MISTRAL_BEGIN)
         self._mistral_begin = begin if begin in tokenizer.special_token_ids else None
 
@@ -68,8 +70,21 @@ class AnswerRules:
         """
         if use is not None:
             return await self._tool_constraint(request, use)
+        tags = wanted_tags(request.response_format, request.structured_outputs)
+        if tags is not None:
+            return await compile_tags(self._grammars, *tags, self._control_ids)
         wanted = wanted_grammar(request.response_format, request.structured_outputs)
         return None if wanted is None else await compile_wanted(self._grammars, *wanted)
+
+    def shown_ids(self, request: GenerationRequest, use: ToolUse | None) -> frozenset[int]:
+        """Control tokens that belong to the answer's text: those that its calls or tags are marked with."""
+        if use is not None:
+            return self._marker_ids
+        tags = wanted_tags(request.response_format, request.structured_outputs)
+        if tags is None:
+            return frozenset()
+        texts = "\n".join(text for structure in tags[0].structures for text in (structure.begin, structure.end))
+        return frozenset(token_id for spelling, token_id in self._control_ids.items() if spelling in texts)
 
     def close(self) -> None:
         self._grammars.close()
@@ -77,6 +92,8 @@ class AnswerRules:
     async def _tool_constraint(self, request: GenerationRequest, use: ToolUse) -> Constraint | None:
         if request.structured_outputs is not None:
             raise BadRequestError("`structured_outputs` and `tools` exclude each other", param="structured_outputs")
+        if wanted_tags(request.response_format, None) is not None:
+            raise BadRequestError("structural tags and `tools` exclude each other", param="response_format")
         answer = wanted_grammar(request.response_format, None)
         must_call = use.choice != "auto"
         if not must_call and answer is None and not any(tool.function.strict for tool in use.tools):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,17 +13,20 @@ from jaxserve.protocol.validation import StrictModel, kind, supported
 from jaxserve.structured.compiler import GrammarCompiler
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammar import CompiledGrammar, Grammar
+from jaxserve.structured.structural_tag import Tag, structural_tag_grammar
 
 MAX_CHOICES_LISTED = 10_000
 MAX_NAME_LENGTH = 64
+MAX_STRUCTURES = 128
+MAX_TAG_LENGTH = 1000  # characters of what a tag begins or ends with
 
 UNSUPPORTED_STRUCTURED_OUTPUTS: dict[str, tuple[Any, ...]] = {
     "disable_additional_properties": (False,),
     "disable_any_whitespace": (False,),
     "disable_fallback": (True, False),  # there is none
-    "structural_tag": (),
     "whitespace_pattern": (),
 }
+UNSUPPORTED_RESPONSE_FORMAT: dict[str, tuple[Any, ...]] = {"format": ()}  # a newer form of structural tags
 
 
 class JsonSchemaFormat(StrictModel):
@@ -34,11 +38,34 @@ class JsonSchemaFormat(StrictModel):
     strict: bool | None = None
 
 
-class ResponseFormat(StrictModel):
-    """ "text" asks for nothing; "json_object" for any object; "json_schema" for a value that satisfies the schema."""
+TagText = Annotated[str, Field(min_length=1, max_length=MAX_TAG_LENGTH)]
 
-    type: Literal["text", "json_object", "json_schema"]
+
+class TagStructure(StrictModel):
+    """A part of the text: `begin`, JSON that satisfies the schema, `end`."""
+
+    begin: TagText
+    json_schema: dict[str, Any] | bool = Field(alias="schema")
+    end: str = Field(max_length=MAX_TAG_LENGTH)
+
+
+class StructuralTag(StrictModel):
+    """Any text, in which one of the structures follows wherever a trigger comes, with which it begins."""
+
+    type: Literal["structural_tag"]
+    structures: list[TagStructure] = Field(min_length=1, max_length=MAX_STRUCTURES)
+    triggers: list[TagText] = Field(min_length=1, max_length=MAX_STRUCTURES)
+
+
+class ResponseFormat(StrictModel):
+    """ "text" asks for nothing; "json_object" for any object; "json_schema" for a value that satisfies the schema;
+    "structural_tag" for text with such values in it.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    structures: list[TagStructure] | None = Field(None, min_length=1, max_length=MAX_STRUCTURES)
+    triggers: list[TagText] | None = Field(None, min_length=1, max_length=MAX_STRUCTURES)
 
 
 class StructuredOutputs(StrictModel):
@@ -50,6 +77,7 @@ class StructuredOutputs(StrictModel):
         choice: texts of which the answer is one.
         grammar: in Lark's or GBNF's notation.
         json_object: any JSON object.
+        structural_tag: text with tagged parts; clients may send it as JSON text.
     """
 
     json_value: dict[str, Any] | bool | str | None = Field(None, alias="json")
@@ -57,6 +85,7 @@ class StructuredOutputs(StrictModel):
     choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=MAX_CHOICES_LISTED)
     grammar: str | None = Field(None, min_length=1)
     json_object: bool | None = None
+    structural_tag: StructuralTag | None = None
 
 
 def clean_output_fields(fields: dict[str, Any]) -> None:
@@ -67,15 +96,18 @@ def clean_output_fields(fields: dict[str, Any]) -> None:
     """
     wanted = fields.get("response_format")
     if isinstance(wanted, dict):
-        wanted = supported(wanted, ResponseFormat.model_fields, {}, "response_format.")
+        wanted = supported(wanted, ResponseFormat.model_fields, UNSUPPORTED_RESPONSE_FORMAT, "response_format.")
         if isinstance(wanted.get("json_schema"), dict):
             known = ("name", "description", "schema", "strict")
             wanted["json_schema"] = supported(wanted["json_schema"], known, {}, "response_format.json_schema.")
         fields["response_format"] = wanted
     wanted = fields.get("structured_outputs")
     if isinstance(wanted, dict):
-        known = ("json", "regex", "choice", "grammar", "json_object")
-        fields["structured_outputs"] = supported(wanted, known, UNSUPPORTED_STRUCTURED_OUTPUTS, "structured_outputs.")
+        known = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        wanted = supported(wanted, known, UNSUPPORTED_STRUCTURED_OUTPUTS, "structured_outputs.")
+        if "structural_tag" in wanted:
+            wanted["structural_tag"] = _clean_structural_tag(wanted["structural_tag"])
+        fields["structured_outputs"] = wanted
 
 
 def check_output_format(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> None:
@@ -83,13 +115,14 @@ def check_output_format(response_format: ResponseFormat | None, structured: Stru
     BadRequestError: names the field that is missing or too much.
     """
     if response_format is not None:
-        is_schema, has_schema = response_format.type == "json_schema", response_format.json_schema is not None
-        if is_schema and not has_schema:
-            param = "response_format.json_schema"
-            raise BadRequestError(f"`{param}` is missing", param=param, code="missing_required_parameter")
-        if has_schema and not is_schema:
-            param = "response_format.json_schema"
-            raise BadRequestError(f"`{param}` goes with type 'json_schema' only", param=param)
+        owners = {"json_schema": "json_schema", "structures": "structural_tag", "triggers": "structural_tag"}
+        for field, owner in owners.items():
+            param = f"response_format.{field}"
+            belongs, is_there = response_format.type == owner, getattr(response_format, field) is not None
+            if belongs and not is_there:
+                raise BadRequestError(f"`{param}` is missing", param=param, code="missing_required_parameter")
+            if is_there and not belongs:
+                raise BadRequestError(f"`{param}` goes with type '{owner}' only", param=param)
     if structured is None:
         return
     asked = [
@@ -99,7 +132,7 @@ def check_output_format(response_format: ResponseFormat | None, structured: Stru
         asked.append("json")
     if len(asked) != 1:
         param = f"structured_outputs.{asked[1]}" if asked else "structured_outputs"
-        raise BadRequestError("`structured_outputs` needs exactly one of json, regex, choice, grammar", param=param)
+        raise BadRequestError("`structured_outputs` needs exactly one of its fields", param=param)
     if response_format is not None and response_format.type != "text":
         raise BadRequestError(
             "`structured_outputs` and `response_format` exclude each other", param="structured_outputs"
@@ -109,7 +142,7 @@ def check_output_format(response_format: ResponseFormat | None, structured: Stru
 def wanted_grammar(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None
 ) -> tuple[Grammar, str] | None:
-    """The grammar of an answer, and what errors call it; None: anything goes.
+    """The grammar of an answer that is one value, and what errors call it; None: anything goes, or structural tags.
 
     Raises:
         BadRequestError: a schema that came as text is no JSON.
@@ -118,7 +151,7 @@ def wanted_grammar(
         return Grammar.of_schema({"type": "object"}), "response_format"
     if response_format is not None and response_format.json_schema is not None:
         return Grammar.of_schema(response_format.json_schema.json_schema), "response_format.json_schema.schema"
-    if structured is None:
+    if structured is None or structured.structural_tag is not None:
         return None
     if structured.regex is not None:
         return Grammar("regex", structured.regex), "structured_outputs.regex"
@@ -131,6 +164,39 @@ def wanted_grammar(
     return Grammar.of_schema(_parsed_schema(structured.json_value)), "structured_outputs.json"
 
 
+def wanted_tags(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None
+) -> tuple[StructuralTag, str] | None:
+    """The structural tags of an answer, and what errors call them."""
+    if response_format is not None and response_format.structures is not None:
+        structures, triggers = response_format.structures, response_format.triggers or []
+        return StructuralTag(type="structural_tag", structures=structures, triggers=triggers), "response_format"
+    if structured is not None and structured.structural_tag is not None:
+        return structured.structural_tag, "structured_outputs.structural_tag"
+    return None
+
+
+async def compile_tags(
+    compiler: GrammarCompiler, wanted: StructuralTag, param: str, control_ids: Mapping[str, int]
+) -> CompiledGrammar:
+    """The constraint of structural tags.
+
+    Args:
+        control_ids: control tokens of the vocabulary by their spelling.
+
+    Raises:
+        BadRequestError: they cannot be enforced; names the part at fault.
+    """
+    tags = [Tag(structure.begin, structure.json_schema, structure.end) for structure in wanted.structures]
+    try:
+        grammar = structural_tag_grammar(tags, wanted.triggers, control_ids)
+    except GrammarError as error:
+        raise _refusal(error, param) from error
+    for place, tag in enumerate(tags):  # what is wrong with a schema alone is told by its name
+        await compile_wanted(compiler, Grammar.of_schema(tag.schema), f"{param}.structures[{place}].schema")
+    return await compile_wanted(compiler, grammar, param)
+
+
 async def compile_wanted(compiler: GrammarCompiler, grammar: Grammar, param: str) -> CompiledGrammar:
     """Raises:
     BadRequestError: it cannot be enforced; names the part at fault.
@@ -138,8 +204,25 @@ async def compile_wanted(compiler: GrammarCompiler, grammar: Grammar, param: str
     try:
         return await compiler.compile(grammar)
     except GrammarError as error:
-        place = f"{param}.{error.path}" if error.path else param
-        raise BadRequestError(f"`{place}`: {error}", param=place, code="invalid_grammar") from error
+        raise _refusal(error, param) from error
+
+
+def _refusal(error: GrammarError, param: str) -> BadRequestError:
+    place = f"{param}.{error.path}" if error.path else param
+    return BadRequestError(f"`{place}`: {error}", param=place, code="invalid_grammar")
+
+
+def _clean_structural_tag(value: object) -> dict[str, Any]:
+    """Structural tags, which may have come as text."""
+    param = "structured_outputs.structural_tag"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BadRequestError(f"`{param}` is no JSON: {error}", param=param) from None
+    if not isinstance(value, dict):
+        raise BadRequestError(f"`{param}` must be an object, not {kind(value)}", param=param)
+    return supported(value, StructuralTag.model_fields, UNSUPPORTED_RESPONSE_FORMAT, f"{param}.")
 
 
 def _parsed_schema(value: dict[str, Any] | bool | str | None) -> dict[str, Any] | bool:

@@ -256,7 +256,7 @@ class OpenAIService:
         tool_use: ToolUse | None = None,
     ) -> Answer:
         """Queues the prompts; what becomes of them makes up the answer."""
-        shown_ids = self._rules.marker_ids if tool_use else frozenset()
+        shown_ids = self._rules.shown_ids(request, tool_use)
         generations = self._submit(request, prompts, observer or NoObserver(), constraint, shown_ids)
         return Answer(
             model=self.model_name,

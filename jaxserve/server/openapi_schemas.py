@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jaxserve.protocol.messages import UNSUPPORTED_MESSAGE
-from jaxserve.protocol.output_format import UNSUPPORTED_STRUCTURED_OUTPUTS
+from jaxserve.protocol.output_format import UNSUPPORTED_RESPONSE_FORMAT, UNSUPPORTED_STRUCTURED_OUTPUTS
 from jaxserve.protocol.requests import (
     MAX_MESSAGES,
     MAX_PROMPT_TOKEN_IDS,
@@ -50,6 +50,7 @@ _BY_HAND: dict[str, Schema] = {
         "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     },
+    "structural_tag": {"anyOf": [{"type": "string"}, {"$ref": "#/components/schemas/StructuralTag"}]},
     "stop": {"anyOf": [_STOP_STRING, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP_STRING}]},
 }
 _PROMPT: Schema = {
@@ -102,7 +103,8 @@ _LENIENT: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "ChatCompletionRequest": UNSUPPORTED_CHAT,
     "CompletionRequest": UNSUPPORTED_COMPLETION,
     "StreamOptions": UNSUPPORTED_STREAM_OPTIONS,
-    "ResponseFormat": {},
+    "ResponseFormat": UNSUPPORTED_RESPONSE_FORMAT,
+    "StructuralTag": UNSUPPORTED_RESPONSE_FORMAT,
     "JsonSchemaFormat": {},
     "StructuredOutputs": UNSUPPORTED_STRUCTURED_OUTPUTS,
     "Tool": {},

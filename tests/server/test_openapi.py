@@ -138,6 +138,7 @@ def test_served_document_is_the_one_described() -> None:
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+TAG = {"begin": "<a>", "schema": True, "end": ""}
 CHAT_BODIES: list[dict[str, Any]] = [
     {"messages": MESSAGES},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "stop": "x"},
@@ -151,6 +152,8 @@ CHAT_BODIES: list[dict[str, Any]] = [
     },
     {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
     {"messages": MESSAGES, "logit_bias": {"5": -1.5}, "metadata": {"a": "b"}},
+    {"messages": MESSAGES, "response_format": {"type": "structural_tag", "structures": [TAG], "triggers": ["<"]}},
+    {"messages": MESSAGES, "structured_outputs": {"structural_tag": {"type": "structural_tag", "structures": [TAG]}}},
     {"messages": []},
     {"messages": [{"role": "nobody", "content": "hi"}]},
     {"messages": [{"role": "user", "content": []}]},

@@ -28,6 +28,7 @@ SCHEMA = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
+TAG: dict[str, Any] = {"begin": "<b>", "schema": {"type": "boolean"}, "end": "</b>"}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,28 @@ def test_structured_outputs(client: openai.OpenAI, structured: dict[str, Any], p
     assert re.fullmatch(pattern, completion.choices[0].text)
 
 
+@pytest.mark.parametrize("place", ["response_format", "structured_outputs", "text"])
+def test_structural_tags(client: openai.OpenAI, place: str) -> None:
+    tags: Any = {
+        "type": "structural_tag",
+        "structures": [
+            {"begin": "<b>", "schema": {"type": "boolean"}, "end": "</b>"},
+            {"begin": "<n>", "schema": {"enum": [1, 22]}, "end": ";"},
+        ],
+        "triggers": ["<"],
+    }
+    if place == "response_format":
+        fields = {"response_format": tags}
+    else:
+        fields = {
+            "extra_body": {"structured_outputs": {"structural_tag": json.dumps(tags) if place == "text" else tags}}
+        }
+    text, reason = text_of(client, seed=2, logit_bias={str(ord("<")): 4}, **fields)
+    marked = re.compile(r"<(b>(true|false)</b>|n>(1|22);)")
+    rest = marked.sub("", text)
+    assert marked.search(text) and (rest.count("<") == 0 or (reason == "length" and rest.count("<") == 1))
+
+
 def test_a_cut_answer_is_the_beginning_of_one(client: openai.OpenAI) -> None:
     biases = {str(ord(" ")): 50, str(ord("\n")): 50}
     text, reason = text_of(client, max_tokens=5, seed=0, logit_bias=biases, response_format={"type": "json_object"})
@@ -120,6 +143,17 @@ def test_stop_ids_end_only_what_is_complete(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": True}}},
          "response_format.json_schema.name"),
         ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "structural_tag", "structures": [TAG]}}, "response_format.triggers"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format"),
+        ({"response_format": {"type": "text", "triggers": ["<"]}}, "response_format.triggers"),
+        ({"response_format": {"type": "structural_tag", "structures": [TAG], "triggers": ["["]}},
+         "response_format.triggers[0]"),
+        ({"response_format": {"type": "structural_tag", "structures": [{**TAG, "schema": {"enum": []}}],
+                              "triggers": ["<"]}}, "response_format.structures[0].schema"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": {"type": "structural_tag", "structures": [{**TAG, "schema": {"not": {}}}],
+                                                    "triggers": ["<"]}}},
+         "structured_outputs.structural_tag.structures[0].schema.not"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
         ({"structured_outputs": {}}, "structured_outputs"),
