@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from jaxserve.speculative_config import SpeculativeConfig
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "gpu"]
 LoadFormat = Literal["auto", "dummy"]
@@ -190,6 +192,7 @@ class EngineConfig:
             of 128); None: they stay as they are.
         kv_cache_dtype: element type of the KV cache; "auto": the weights' `dtype`; "fp8" and "fp8_e4m3": float8_e4m3fn.
         static_batching: each batch is held until all of it is done, before others are let in; for comparison only.
+        speculative: how tokens are drafted for the model to verify several at a time; None: they are not.
     """
 
     max_model_len: int | None = None
@@ -213,6 +216,7 @@ class EngineConfig:
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDType = "auto"
     static_batching: bool = False
+    speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -241,6 +245,12 @@ class EngineConfig:
             raise ValueError(f"load_format={self.load_format!r} must be auto or dummy")
         if self.quantization is not None:
             QuantizationConfig.named(self.quantization)  # raises if there is none of that name
+        synthetic = None if self.speculative is None else self.speculative.synthetic_acceptance
+        if synthetic is not None and self.load_format != "dummy":
+            raise ValueError(
+                f"speculative_synthetic_acceptance={synthetic} makes up what the model says: it goes with "
+                f"load_format='dummy' alone, not {self.load_format!r}"
+            )
         if self.kv_cache_dtype not in get_args(KVCacheDType):
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {', '.join(get_args(KVCacheDType))}"

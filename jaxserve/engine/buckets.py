@@ -10,6 +10,7 @@ from jaxserve.models.sampling import SamplingMode
 
 # Products of fewer tokens take no less time: reading the weights decides it.
 _SMALLEST_PREFILL = 64
+_SMALLEST_HALVED = 4  # drafts
 _SMALLEST_DECODE = 8  # above a single row, on a GPU: tensor cores take rows in eights
 
 
@@ -25,6 +26,9 @@ class Buckets:
         sample_rows: rows of logits that sampling programs take; a forward pass pads its logits to one of these.
         sampling_modes: kinds of sampling program, cheapest first; the last one serves everything.
         masked_modes: those that there are with masks too, for steps in which a row has a constraint; the same holds.
+        draft_lengths: numbers of drafts that each row of a step may bring, ascending; none: the engine does not speculate.
+        drafting_rows: decode rows of steps with drafts.
+        verify_modes: kinds of sampling that drafts are verified by, as `sampling_modes`.
     """
 
     decode_rows: tuple[int, ...]
@@ -34,9 +38,13 @@ class Buckets:
     sample_rows: tuple[int, ...]
     sampling_modes: tuple[SamplingMode, ...]
     masked_modes: tuple[SamplingMode, ...] = ("full",)
+    draft_lengths: tuple[int, ...] = ()
+    drafting_rows: tuple[int, ...] = ()
+    verify_modes: tuple[SamplingMode, ...] = ("full",)
 
     def all(self) -> list[Bucket]:
         decode = [Bucket(rows, 0, 0) for rows in self.decode_rows]
+        decode += [Bucket(rows, 0, 0, length) for length in self.draft_lengths for rows in self.drafting_rows]
         mixed = [
             Bucket(rows, self.prefill_rows, tokens) for tokens in self.prefill_tokens for rows in self.mixed_decode_rows
         ]
@@ -44,6 +52,8 @@ class Buckets:
 
     def sample_rows_for(self, bucket: Bucket) -> int:
         """Rows of logits that a bucket's forward pass gives."""
+        if bucket.num_drafts:
+            return bucket.rows
         return _smallest(self.sample_rows, bucket.rows, "rows of logits")
 
     def for_batch(self, batch: ScheduledBatch) -> Bucket:
@@ -53,6 +63,8 @@ class Buckets:
             ValueError: if none does; the scheduler's limits must be those that the buckets were made for.
         """
         rows = len(batch.decode)
+        if batch.num_drafts:
+            return Bucket(_smallest(self.drafting_rows, rows, "rows with drafts"), 0, 0, batch.num_drafts)
         if not batch.prefill:
             return Bucket(_smallest(self.decode_rows, rows, "decode rows"), 0, 0)
         if len(batch.prefill) > self.prefill_rows:
@@ -66,13 +78,20 @@ class Buckets:
 
 
 def make_buckets(
-    max_num_seqs: int, max_num_batched_tokens: int, max_prefill_rows: int, *, few_programs: bool
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_prefill_rows: int,
+    *,
+    few_programs: bool,
+    num_speculative_tokens: int = 0,
 ) -> Buckets:
     """Powers of two up to each limit, and the limit itself: every size is a program that a start has to compile.
 
     Args:
         few_programs: coarser steps between sizes, where compiling takes longer than padding costs (a CPU).
+        num_speculative_tokens: drafts of a row at most; 0: the engine does not speculate.
     """
+    lengths = draft_lengths(num_speculative_tokens, few_programs=few_programs)
     smallest_prefill = min(_SMALLEST_PREFILL, max_num_batched_tokens)
     decode_rows = _growing(1, max_num_seqs, 4) if few_programs else _decode_rows(max_num_seqs)
     mixed_decode_rows = _mixed_decode_rows(max_num_seqs, few_programs)
@@ -87,7 +106,38 @@ def make_buckets(
         else tuple(sorted({min(_SMALLEST_DECODE, most_rows), min(32, most_rows), most_rows})),
         sampling_modes=("greedy", "filtered", "full") if few_programs else ("greedy", "random", "filtered", "full"),
         masked_modes=("full",) if few_programs else ("filtered", "full"),
+        draft_lengths=lengths,
+        drafting_rows=_drafting_rows(decode_rows, max_num_batched_tokens, lengths),
+        verify_modes=("greedy", "full") if few_programs else ("greedy", "filtered", "full"),
     )
+
+
+def draft_lengths(num_speculative_tokens: int, *, few_programs: bool) -> tuple[int, ...]:
+    """Numbers of drafts that are compiled: the one that is asked for, and half of it where that makes a difference."""
+    if not num_speculative_tokens:
+        return ()
+    if few_programs or num_speculative_tokens < _SMALLEST_HALVED:
+        return (num_speculative_tokens,)
+    return num_speculative_tokens // 2, num_speculative_tokens
+
+
+def _drafting_rows(
+    decode_rows: tuple[int, ...], max_num_batched_tokens: int, lengths: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Rows of a step with drafts: as without, as long as all drafts fit the step's tokens.
+
+    Raises:
+        ValueError: not even one row's drafts do.
+    """
+    if not lengths:
+        return ()
+    rows = tuple(size for size in decode_rows if size * (lengths[-1] + 1) <= max_num_batched_tokens)
+    if not rows:
+        raise ValueError(
+            f"num_speculative_tokens={lengths[-1]} must be below max_num_batched_tokens={max_num_batched_tokens}: raise "
+            "--max-num-batched-tokens, or draft fewer tokens"
+        )
+    return rows
 
 
 def _decode_rows(max_num_seqs: int) -> tuple[int, ...]:

@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import make_buckets
+from jaxserve.engine.build_drafting import make_drafting
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, Replica
 from jaxserve.engine.device_batch import Sizes
+from jaxserve.engine.draft_lengths import DraftLengths
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import MemoryPlan, OutOfMemoryError
 from jaxserve.engine.prefill_sizes import PrefillSizes
@@ -168,7 +170,9 @@ def build_engine(
         limits.max_num_batched_tokens,
         limits.max_prefill_rows,
         few_programs=_platform(mesh) == "cpu",
+        num_speculative_tokens=0 if config.speculative is None else config.speculative.num_speculative_tokens,
     )
+    drafting = None if config.speculative is None else make_drafting(config.speculative, limits)
     runner = ModelRunner(
         device_config,
         params,
@@ -178,6 +182,7 @@ def build_engine(
         cache_dtype=cache_dtype,
         layerwise=_platform(mesh) == "cpu",
         program_folder=program_folder(),
+        drafting=drafting,
     )
     runner.warm_up(progress)
     usable, usable_as = usable_bytes(config, mesh)
@@ -204,6 +209,9 @@ def build_engine(
             prefill_sizes=PrefillSizes(
                 buckets.prefill_tokens, None if _platform(mesh) == "cpu" else _GPU_BALANCED_TOKENS
             ),
+            drafting=None
+            if config.speculative is None
+            else DraftLengths(config.speculative.method, buckets.draft_lengths, buckets.drafting_rows[-1]),
         ),
         runner=runner,
         device_kind=mesh.devices.flat[0].device_kind,

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import sequence as sequences
+from jaxserve.engine.draft_lengths import SpeculativeStats
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.prefix_cache import CacheDomain
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, Request, RequestError, RequestOutput
@@ -53,6 +54,7 @@ class EngineStats:
     device_idle_s: float
     step_times: TimeCounts
     device_kind: str
+    speculative: SpeculativeStats | None = None  # of an engine that speculates
     replicas: tuple[EngineStats | None, ...] = ()  # of an engine that has several; None: does not run at the moment
 
 
@@ -233,6 +235,7 @@ class EngineClient:
             device_idle_s=loop.device_idle,
             step_times=self._loop.step_times.read(),
             device_kind=self.device_kind,
+            speculative=scheduler.speculative_stats,
         )
 
     def busy_times(self) -> tuple[float, float]:

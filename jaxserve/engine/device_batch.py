@@ -21,19 +21,30 @@ _ALIGNMENT = 64  # int32 elements: 256 bytes
 
 @dataclass(frozen=True)
 class Bucket:
-    """Padded sizes of a step; each has its own compiled program."""
+    """Padded sizes of a step; each has its own compiled program.
+
+    Attributes:
+        num_drafts: drafts that each decode row brings at most, beside its last token; only in steps without prefill.
+    """
 
     decode_rows: int
     prefill_rows: int
     prefill_tokens: int
+    num_drafts: int = 0
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of the decode rows: one row's after the other's."""
+        return self.decode_rows * (self.num_drafts + 1)
 
     @property
     def rows(self) -> int:
-        """Rows that get logits: decode rows, then prefill rows."""
-        return self.decode_rows + self.prefill_rows
+        """Tokens that get logits: those of the decode rows, then the last one of each prefill row."""
+        return self.decode_tokens + self.prefill_rows
 
     def __str__(self) -> str:
-        return f"decode {self.decode_rows} + prefill {self.prefill_rows}x{self.prefill_tokens}"
+        drafts = f"x{self.num_drafts + 1}" if self.num_drafts else ""
+        return f"decode {self.decode_rows}{drafts} + prefill {self.prefill_rows}x{self.prefill_tokens}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,11 @@ class Sizes:
     num_pages: int
     page_size: int
 
+    @property
+    def longest(self) -> int:
+        """Tokens that the page table of one sequence has room for."""
+        return self.pages_per_seq * self.page_size
+
 
 def field_shapes(bucket: Bucket, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Name and shape of each packed field, in order."""
@@ -53,6 +69,7 @@ def field_shapes(bucket: Bucket, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         "decode_slots": (decode,),  # max_num_seqs: padding
         "decode_new_page_indices": (decode,),  # pages_per_seq: none
         "decode_new_pages": (decode,),
+        "decode_num_drafts": (decode if bucket.num_drafts else 0,),
         "prefill_token_ids": (tokens,),
         "prefill_query_starts": (rows + 1,),
         "prefill_starts": (rows,),  # tokens of the row that are in the cache already
@@ -62,6 +79,7 @@ def field_shapes(bucket: Bucket, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         "prefill_seeds": (rows, 2),
         "prefill_top_k": (rows,),
         "prefill_processed": (rows,),  # 1: penalties or biases change the logits
+        "prefill_seeded": (rows,),  # 1: the request brought its seed
         "prefill_float_bits": (rows, 3),  # temperature, top_p, min_p
         "prefill_page_table": (rows, sizes.pages_per_seq),
     }
@@ -107,6 +125,8 @@ def _fill_decode(fields: Mapping[str, np.ndarray], batch: ScheduledBatch, sizes:
     indices[:] = sizes.pages_per_seq
     if count:
         slots[:count] = [row.slot for row in batch.decode]
+        if batch.num_drafts:
+            fields["decode_num_drafts"][:count] = [row.num_drafts for row in batch.decode]
         for position, row in enumerate(batch.decode):
             if row.new_page >= 0:
                 indices[position] = row.new_page_index
@@ -130,6 +150,7 @@ def _fill_prefill(fields: Mapping[str, np.ndarray], batch: ScheduledBatch, sizes
         fields["prefill_seeds"][row] = np.array([chunk.sequence.seed], np.uint64).view(np.int32)
         fields["prefill_top_k"][row] = min(max(sampling.top_k, 0), np.iinfo(np.int32).max)
         fields["prefill_processed"][row] = sampling.changes_logits
+        fields["prefill_seeded"][row] = sampling.seed is not None
         floats[row] = (sampling.temperature, sampling.top_p, sampling.min_p)
         fields["prefill_page_table"][row, : len(chunk.pages)] = chunk.pages
     starts[len(batch.prefill) + 1 :] = end

@@ -43,7 +43,7 @@ def compile_options(platform: str, bucket: Bucket | None = None) -> CompileOptio
     # The KV cache is updated in place, but the pass that trades memory for work counts a new cache for each kernel that
     # writes to it. It then computes what all layers share anew for each layer: some 150 kernels a step.
     options: CompileOptions = {"xla_disable_hlo_passes": "rematerialization"}
-    if bucket is not None and bucket.decode_rows + bucket.prefill_tokens > 1:
+    if bucket is not None and bucket.decode_tokens + bucket.prefill_tokens > 1:
         # cuBLAS's kernels are as fast or faster there. Trying Triton's takes most of a minute of all cores, and what wins
         # when everything compiles at once varies from start to start.
         options["xla_gpu_enable_triton_gemm"] = False

@@ -18,13 +18,16 @@ from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.programs import ForwardResult, ProgramFactory, without_layers
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.params import LlamaParams
+from jaxserve.models.speculative_sampling import Drafts
 from jaxserve.sharding.placement import replicated
 
 
 class ForwardExecutor(Protocol):
     """Runs the forward pass of one bucket. Cache and state are donated: the caller goes on with those of the result."""
 
-    def __call__(self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array) -> ForwardResult: ...
+    def __call__(
+        self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array, *drafts: Drafts
+    ) -> ForwardResult: ...
     @property
     def programs(self) -> tuple[Any, ...]:
         """The compiled programs that it runs."""
@@ -37,8 +40,10 @@ class WholeForward:
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
 
-    def __call__(self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array) -> ForwardResult:
-        return self._compiled(params, cache, state, packed)
+    def __call__(
+        self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array, *drafts: Drafts
+    ) -> ForwardResult:
+        return self._compiled(params, cache, state, packed, *drafts)
 
     @property
     def programs(self) -> tuple[Any, ...]:
@@ -54,9 +59,11 @@ class LayerwiseForward:
         self._end = end
         self._layer_indices = layer_indices
 
-    def __call__(self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array) -> ForwardResult:
+    def __call__(
+        self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array, *drafts: Drafts
+    ) -> ForwardResult:
         outer = without_layers(params)
-        state, x, inputs = self._begin(outer, state, packed)
+        state, x, inputs = self._begin(outer, state, packed, *drafts)
         for index, layer in zip(self._layer_indices, params.layers, strict=True):
             x, cache = self._layer(layer, index, x, cache, inputs)
         logits, hidden = self._end(outer, x, inputs)
@@ -80,18 +87,18 @@ class ForwardCompiler:
     def whole(self, bucket: Bucket, num_logits: int) -> WholeForward:
         """One bucket's pass as one program."""
         function = jax.jit(self.factory.forward(bucket, num_logits), donate_argnums=(1, 2))
-        packed = self._packed(bucket)
+        step = self._step(bucket)
         return WholeForward(
             self.programs.load_or_compile(
                 f"forward {bucket} {num_logits}",
-                lambda: function.lower(self.params, self.cache, self.state, packed),
+                lambda: function.lower(self.params, self.cache, self.state, *step),
                 bucket=bucket,
             )
         )
 
     def layerwise(self, bucket: Bucket, num_logits: int) -> LayerwiseForward:
         """One bucket's begin, layer and end."""
-        outer, packed, name = without_layers(self.params), self._packed(bucket), f"{bucket} {num_logits}"
+        outer, step, name = without_layers(self.params), self._step(bucket), f"{bucket} {num_logits}"
         placed = replicated(self.factory.mesh)
         indices = tuple(jax.device_put(jnp.int32(index), placed) for index in range(len(self.params.layers)))
         begin = jax.jit(self.factory.begin(bucket, num_logits), donate_argnums=(1,))
@@ -100,7 +107,7 @@ class ForwardCompiler:
 
         def between() -> tuple[Any, Any]:
             """Hidden states and inputs as `begin` gives them."""
-            _, x, inputs = jax.eval_shape(begin, outer, self.state, packed)
+            _, x, inputs = jax.eval_shape(begin, outer, self.state, *step)
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), (x, inputs))
 
         def lower_layer() -> jax.stages.Lowered:
@@ -109,12 +116,19 @@ class ForwardCompiler:
 
         load = self.programs.load_or_compile
         return LayerwiseForward(
-            begin=load(f"begin {name}", lambda: begin.lower(outer, self.state, packed)),
+            begin=load(f"begin {name}", lambda: begin.lower(outer, self.state, *step)),
             layer=load(f"layer {name}", lower_layer),
             end=load(f"end {name}", lambda: end.lower(outer, *between())),
             layer_indices=indices,
         )
 
-    def _packed(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
-        size = packed_size(bucket, self.factory.sizes)
-        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated(self.factory.mesh))
+    def _step(self, bucket: Bucket) -> tuple[Any, ...]:
+        """What a step brings: itself, packed, and its drafts, if it has any."""
+
+        def like(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(self.factory.mesh))
+
+        packed, rows = like(packed_size(bucket, self.factory.sizes)), bucket.decode_rows
+        if not bucket.num_drafts:
+            return (packed,)
+        return packed, Drafts(token_ids=like(rows, bucket.num_drafts), counts=like(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +142,18 @@ def rows_of(state: ProcessorState, is_on: Bool[Array, " slots"], slots: Int32[Ar
         frequency_penalty=penalties[:, 1],
         repetition_penalty=penalties[:, 2],
     )
+
+
+def count_verified(
+    state: ProcessorState,
+    slots: Int32[Array, " rows"],
+    tokens: Int32[Array, "rows width"],
+    counts: Int32[Array, " rows"],
+) -> ProcessorState:
+    """As `count_tokens`, the first `counts` tokens of each row."""
+    counted = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
+    output_counts = state.output_counts.at[slots[:, None], tokens].add(counted.astype(jnp.int32), mode="drop")
+    return dataclasses.replace(state, output_counts=output_counts)
 
 
 def count_tokens(state: ProcessorState, slots: Int32[Array, " rows"], tokens: Int32[Array, " rows"]) -> ProcessorState:

@@ -14,7 +14,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.config import ModelConfig
-from jaxserve.engine.decode_state import DecodeState, begin_step, end_step, sampling_arrays
+from jaxserve.engine.decode_state import (
+    DecodeState,
+    begin_step,
+    begin_verification,
+    end_step,
+    sampling_arrays,
+    set_history,
+)
 from jaxserve.engine.device_batch import Bucket, Sizes, unpack
 from jaxserve.engine.processor_state import ProcessorState, count_tokens, rows_of, set_slot
 from jaxserve.models import llama
@@ -23,6 +30,7 @@ from jaxserve.models.kv_cache import KVCache, kv_cache_specs
 from jaxserve.models.logit_processors import Logprobs, mask_logits, process_logits, token_logprobs
 from jaxserve.models.params import LayerParams, LlamaParams, param_specs
 from jaxserve.models.sampling import SamplingMode, row_keys, sample
+from jaxserve.models.speculative_sampling import Drafts
 from jaxserve.sharding.collectives import Collectives
 from jaxserve.sharding.mesh import TENSOR_AXIS
 from jaxserve.sharding.placement import partition_specs
@@ -39,7 +47,7 @@ class ForwardResult:
     cache: KVCache
     state: DecodeState
     logits: Float[Array, "rows vocab"]
-    slots: Int32[Array, " rows"]  # slot that each row samples for; max_num_seqs: none
+    slots: Int32[Array, " rows"]  # slot that each row samples for (with drafts: all rows of its); max_num_seqs: none
     hidden: Float[
         Array, "prefill_tokens hidden"
     ]  # of the prefill tokens after the final norm, padded to the most there are
@@ -69,13 +77,17 @@ class ProgramFactory:
     def forward(self, bucket: Bucket, num_logits: int) -> Callable[..., ForwardResult]:
         """(params, cache, state, packed step) -> ForwardResult: the whole pass; cache and state may be donated.
 
+        Where the bucket has drafts they are one more argument, without their probabilities.
+
         Args:
             bucket: sizes of the step.
             num_logits: rows of logits, at least the bucket's; those beyond repeat the first token's and sample for no slot.
         """
 
-        def per_device(params: LlamaParams, cache: KVCache, state: DecodeState, packed: Array) -> ForwardResult:
-            state, inputs = self._begin_step(state, packed, bucket, num_logits)
+        def per_device(
+            params: LlamaParams, cache: KVCache, state: DecodeState, packed: Array, *drafts: Drafts
+        ) -> ForwardResult:
+            state, inputs = self._begin_step(state, packed, bucket, num_logits, *drafts)
             hidden, cache = llama.forward(
                 params, cache, inputs.batch, config=self.config, collectives=self._collectives
             )
@@ -90,20 +102,25 @@ class ProgramFactory:
 
         specs = partition_specs(param_specs(self.config))
         result = ForwardResult(cache=self._cache_specs, state=_WHOLE, logits=_WHOLE, slots=_WHOLE, hidden=_WHOLE)  # pyright: ignore[reportArgumentType]
-        return self._shard_map(per_device, (specs, self._cache_specs, _WHOLE, _WHOLE), result)
+        more = (_WHOLE,) if bucket.num_drafts else ()
+        return self._shard_map(per_device, (specs, self._cache_specs, _WHOLE, _WHOLE, *more), result)
 
     def begin(self, bucket: Bucket, num_logits: int) -> Callable[..., tuple[DecodeState, llama.Stream, StepInputs]]:
-        """(params without layers, state, packed step) -> (state, hidden states, StepInputs); state may be donated."""
+        """(params without layers, state, packed step) -> (state, hidden states, StepInputs); state may be donated.
+
+        Drafts as in `forward`.
+        """
 
         def per_device(
-            params: LlamaParams, state: DecodeState, packed: Array
+            params: LlamaParams, state: DecodeState, packed: Array, *drafts: Drafts
         ) -> tuple[DecodeState, llama.Stream, StepInputs]:
-            state, inputs = self._begin_step(state, packed, bucket, num_logits)
+            state, inputs = self._begin_step(state, packed, bucket, num_logits, *drafts)
             x = llama.embed_tokens(params, inputs.batch, collectives=self._collectives)
             return state, x, inputs
 
         specs = without_layers(partition_specs(param_specs(self.config)))
-        return self._shard_map(per_device, (specs, _WHOLE, _WHOLE), _WHOLE)
+        more = (_WHOLE,) if bucket.num_drafts else ()
+        return self._shard_map(per_device, (specs, _WHOLE, _WHOLE, *more), _WHOLE)
 
     def layer(self) -> Callable[..., tuple[llama.Stream, KVCache]]:
         """(layer params, layer index, hidden states, cache, StepInputs) -> (hidden states, cache): any one layer."""
@@ -219,6 +236,10 @@ class ProgramFactory:
         """(processors, fields of SlotProcessors) -> processors, which may be donated."""
         return self._shard_map(set_slot, (_WHOLE,) * 9, _WHOLE)
 
+    def set_history(self) -> Callable[[DecodeState, Array, Array], DecodeState]:
+        """(state, slot, tokens [longest]) -> state, which may be donated."""
+        return self._shard_map(set_history, (_WHOLE,) * 3, _WHOLE)
+
     @property
     def _collectives(self) -> Collectives:
         return Collectives(self.mesh.shape[TENSOR_AXIS])
@@ -228,10 +249,12 @@ class ProgramFactory:
         return partition_specs(kv_cache_specs(self.config, self.sizes.num_pages, self.sizes.page_size))
 
     def _begin_step(
-        self, state: DecodeState, packed: Array, bucket: Bucket, num_logits: int
+        self, state: DecodeState, packed: Array, bucket: Bucket, num_logits: int, *drafts: Drafts
     ) -> tuple[DecodeState, StepInputs]:
         with jax.named_scope("begin_step"):
             fields = unpack(packed, bucket, self.sizes)
+            if bucket.num_drafts:
+                return _with_inputs(begin_verification(state, fields, drafts[0], self.sizes))
             state, batch, logit_tokens, slots = begin_step(state, fields, bucket, self.sizes)
             padding = (0, num_logits - bucket.rows)
             return state, StepInputs(
@@ -258,6 +281,11 @@ class ProgramFactory:
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # Replication is not checked: Pallas kernels are opaque to that analysis.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _with_inputs(step: tuple[DecodeState, Batch, Array, Array]) -> tuple[DecodeState, StepInputs]:
+    state, batch, logit_tokens, slots = step
+    return state, StepInputs(batch=batch, logit_tokens=logit_tokens, slots=slots)
 
 
 def without_layers(params: LlamaParams) -> LlamaParams:

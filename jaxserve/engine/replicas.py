@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, EngineStats, Replica
+from jaxserve.engine.draft_lengths import SpeculativeStats
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestOutput, token_bytes
 from jaxserve.engine.stream import GenerationStream
 from jaxserve.engine.time_histogram import TimeCounts
@@ -273,7 +274,7 @@ def _combined(replicas: Sequence[EngineStats | None], device_kind: str) -> Engin
     busy, idle = (sum(getattr(stats, name) for stats in running) for name in ("busy_s", "device_idle_s"))
     reasons = sorted({reason for stats in running for reason in stats.finished})
     return EngineStats(
-        **{name: total(name) for name in counts},
+        **{name: total(name) for name in counts},  # pyright: ignore[reportArgumentType] - none of them is another field
         finished={reason: sum(stats.finished.get(reason, 0) for stats in running) for reason in reasons},
         uptime_s=max((stats.uptime_s for stats in running), default=0.0),
         last_step_ms=max((stats.last_step_ms for stats in running), default=0.0),
@@ -281,6 +282,7 @@ def _combined(replicas: Sequence[EngineStats | None], device_kind: str) -> Engin
         busy_s=busy,
         device_idle_s=idle,
         step_times=TimeCounts.sum([stats.step_times for stats in running]),
+        speculative=SpeculativeStats.sum([stats.speculative for stats in running if stats.speculative is not None]),
         device_kind=device_kind,
         replicas=tuple(replicas),
     )

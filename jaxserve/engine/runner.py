@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +32,13 @@ from jaxserve.engine.processor_state import (
 from jaxserve.engine.programs import PROMPT_LOGPROBS_BLOCK, ProgramFactory, without_layers
 from jaxserve.engine.schedule import LogprobRows, SampledTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.token_masks import num_words
+from jaxserve.engine.speculator import Drafting, Speculator
+from jaxserve.engine.token_masks import is_constrained, num_words
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
 from jaxserve.models.logit_processors import Logprobs
 from jaxserve.models.params import LlamaParams
 from jaxserve.models.sampling import SamplingMode
+from jaxserve.models.speculative_sampling import Drafts
 from jaxserve.progress import Progress
 from jaxserve.sharding.placement import named_shardings, replicated
 
@@ -53,6 +56,7 @@ class PendingLogits:
     logits: jax.Array  # [rows, vocab]
     slots: jax.Array  # [rows]
     hidden: jax.Array  # [prefill_tokens, hidden], for log probabilities of prompts
+    drafts: Drafts | None = None  # that the step brings to be verified; then there are logits of every one's position
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class PendingTokens:
 
     batch: ScheduledBatch
     bucket: Bucket
-    tokens: jax.Array  # [rows]
+    tokens: jax.Array  # [rows]; with drafts, as `pack_verified` has them
     logprobs: Logprobs | None  # of the tokens, where a row wants them
     prompt_logprobs: tuple[Logprobs, ...]  # of the prefill tokens, block by block, where a chunk wants them
 
@@ -89,6 +93,7 @@ class ModelRunner:
     Args:
         layerwise: run the forward pass layer by layer (see `jaxserve.engine.executors`).
         program_folder: where compiled programs are kept between starts; None: nowhere.
+        drafting: what drafts tokens; None: the engine does not speculate.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class ModelRunner:
         cache_dtype: jnp.dtype,
         layerwise: bool,
         program_folder: Path | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self._params = params
         self._sizes = sizes
@@ -111,12 +117,15 @@ class ModelRunner:
         self._factory = ProgramFactory(config, sizes, mesh, buckets.prefill_tokens[-1])
         dtype = params.final_norm.dtype, params.embedding.dtype, cache_dtype
         self._programs = ExecutableCache(
-            program_folder, tuple(mesh.devices.flat), f"{config} {sizes} {dict(mesh.shape)} {dtype}"
+            program_folder,
+            tuple(mesh.devices.flat),
+            f"{config} {sizes} {dict(mesh.shape)} {dtype}" + (f" {drafting.description}" if drafting else ""),
         )
+        self._speculator = None if drafting is None else Speculator(drafting, self._factory, buckets)
         self._vocab_size = config.vocab_size
         self._mask_words = num_words(config.vocab_size)
         self._cache = zero_cache(config, sizes, mesh, cache_dtype)
-        self._state: DecodeState = jax.device_put(empty_state(sizes), self._replicated)
+        self._state: DecodeState = jax.device_put(empty_state(sizes, speculates=drafting is not None), self._replicated)
         self._processors: ProcessorState = jax.device_put(
             empty_processors(sizes.max_num_seqs, config.vocab_size), self._replicated
         )
@@ -136,21 +145,29 @@ class ModelRunner:
             for masked, modes in ((False, self._buckets.sampling_modes), (True, self._buckets.masked_modes))
             for mode in modes
         ]
+        speculating: list[Callable[[], None]] = []
+        if self._speculator is not None:
+            speculating = self._speculator.jobs(self._programs, self._cache, self._state, self._processors)
         with (
-            progress.task("compiling", len(buckets) + len(sampling) + 2, "programs") as advance,
+            progress.task("compiling", len(buckets) + len(sampling) + 2 + len(speculating), "programs") as advance,
             ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
         ):
-            forward = {pool.submit(self._compile_forward, bucket): bucket for bucket in buckets}
+            forward: dict[Future[Any], Bucket] = {
+                pool.submit(self._compile_forward, bucket): bucket for bucket in buckets
+            }
             sample: dict[Future[Any], SampleProgram] = {
                 pool.submit(self._compile_sample, program): program for program in sampling
             }
             set_slot = pool.submit(self._compile_set_slot)
             prompt_logprobs = pool.submit(self._compile_prompt_logprobs)
-            for future in as_completed([*forward, *sample, set_slot, prompt_logprobs]):
+            others: list[Future[Any]] = [pool.submit(job) for job in speculating]
+            for future in as_completed([*forward, *sample, set_slot, prompt_logprobs, *others]):
                 if future in forward:
                     self._forward[forward[future]] = future.result()
                 elif future in sample:
                     self._sample[sample[future]] = future.result()
+                else:
+                    future.result()
                 advance(1)
             self._set_slot, self._prompt_logprobs = set_slot.result(), prompt_logprobs.result()
         self._programs.remove_unused()
@@ -163,6 +180,13 @@ class ModelRunner:
         rehearsed: set[int] = set()  # rows of the sampling programs that have run
         for bucket, forward in self._forward.items():
             packed = jax.device_put(pack(nobody, bucket, self._sizes), self._replicated)
+            for mode in self._buckets.verify_modes if bucket.num_drafts else ():
+                for masks in (None, np.full((bucket.decode_rows, self._mask_words), -1, np.int32)):
+                    if masks is None or mode in self._buckets.masked_modes:
+                        logits = self._forward_step(nobody, bucket, mode, packed)
+                        self._run_verification(mode, logits, masks)
+            if bucket.num_drafts:
+                continue
             result = forward(self._params, self._cache, self._state, packed)
             self._cache, self._state = result.cache, result.state
             if len(result.slots) in rehearsed:
@@ -180,9 +204,13 @@ class ModelRunner:
         """What everything takes of one device; after `warm_up`."""
         programs = [program for forward in self._forward.values() for program in forward.programs]
         programs += [*self._sample.values(), self._set_slot, self._prompt_logprobs]
+        drafter_params, drafter_memory = (), ()
+        if self._speculator is not None:
+            programs += self._speculator.programs
+            drafter_params, drafter_memory = self._speculator.params, self._speculator.memory
         return MemoryUse(
-            weights=_device_bytes(self._params),
-            kv_cache=_device_bytes(self._cache),
+            weights=_device_bytes((self._params, drafter_params)),
+            kv_cache=_device_bytes((self._cache, drafter_memory)),
             slots=_device_bytes((self._state, self._processors)),
             work_space=max(_work_space(program) for program in programs),
         )
@@ -191,9 +219,28 @@ class ModelRunner:
         """Starts a step's forward pass and returns at once."""
         bucket = self._buckets.for_batch(batch)
         packed = jax.device_put(pack(batch, bucket, self._sizes), self._replicated)
-        result = self._forward[bucket](self._params, self._cache, self._state, packed)
+        if self._speculator is not None:
+            self._state = self._speculator.begin(batch, self._state)
+        modes = self._buckets.masked_modes if is_constrained(batch) else self._buckets.sampling_modes
+        return self._forward_step(batch, bucket, self._mode_for(batch, modes), packed)
+
+    def _forward_step(
+        self, batch: ScheduledBatch, bucket: Bucket, mode: SamplingMode, packed: jax.Array
+    ) -> PendingLogits:
+        """Starts the drafting, if the step has any, and the forward pass.
+
+        Args:
+            mode: of sampling, that the step needs.
+        """
+        drafts: Drafts | None = None
+        if self._speculator is not None:
+            self._cache, drafts = self._speculator.draft(
+                bucket, mode, self._cache, self._state, self._processors, packed
+            )
+        more = () if drafts is None else (Drafts(token_ids=drafts.token_ids, counts=drafts.counts),)
+        result = self._forward[bucket](self._params, self._cache, self._state, packed, *more)
         self._cache, self._state = result.cache, result.state
-        return PendingLogits(batch, bucket, result.logits, result.slots, result.hidden)
+        return PendingLogits(batch, bucket, result.logits, result.slots, result.hidden, drafts)
 
     def launch_sample(self, logits: PendingLogits, masks: np.ndarray | None = None) -> PendingTokens:
         """Starts the sampling of a launched forward pass and the tokens' way to the host, and returns at once.
@@ -201,13 +248,18 @@ class ModelRunner:
         Args:
             masks: [rows of the batch, words] int32: the tokens that each row may draw, as `StepMasks` has them; None: all.
         """
-        modes = self._buckets.sampling_modes if masks is None else self._buckets.masked_modes
+        modes = self._buckets.sampling_modes if logits.drafts is None else self._buckets.verify_modes
+        if masks is not None:
+            modes = self._buckets.masked_modes
         mode = self._mode_for(logits.batch, modes)
         if mode == "full":
             self._begin_processing(logits.batch)
         if masks is not None:
-            masks = self._padded_masks(masks, logits.batch, logits.bucket, logits.logits.shape[0])
-        tokens, logprobs = self._run_sampling(mode, logits.logits, logits.slots, masks)
+            masks = self._padded_masks(masks, logits.batch, logits.bucket, logits.slots.shape[0])
+        if logits.drafts is not None:
+            tokens, logprobs = self._run_verification(mode, logits, masks)
+        else:
+            tokens, logprobs = self._run_sampling(mode, logits.logits, logits.slots, masks)
         prompt = self._launch_prompt_logprobs(logits)
         for array in jax.tree.leaves((tokens, logprobs, prompt)):
             array.copy_to_host_async()
@@ -222,6 +274,17 @@ class ModelRunner:
             self._state, tokens = compiled(self._state, logits, slots, *more)
             return tokens, None
         self._state, self._processors, tokens, logprobs = compiled(self._state, self._processors, logits, slots, *more)
+        return tokens, logprobs
+
+    def _run_verification(
+        self, mode: SamplingMode, logits: PendingLogits, masks: np.ndarray | None
+    ) -> tuple[jax.Array, Logprobs | None]:
+        if self._speculator is None or logits.drafts is None:
+            raise ValueError("there are no drafts to verify")
+        arrays = logits.logits, logits.slots, logits.drafts
+        self._state, self._processors, tokens, logprobs = self._speculator.verify(
+            logits.bucket, mode, self._state, self._processors, *arrays, masks
+        )
         return tokens, logprobs
 
     def _padded_masks(self, masks: np.ndarray, batch: ScheduledBatch, bucket: Bucket, num_rows: int) -> np.ndarray:
@@ -239,6 +302,8 @@ class ModelRunner:
     def fetch(self, pending: PendingTokens) -> SampledTokens:
         """Waits for a step's tokens: the one place that waits for the device."""
         tokens = np.asarray(pending.tokens)
+        if pending.bucket.num_drafts:
+            return _verified_tokens(pending, tokens)
         decode, prefill = pending.batch.decode, pending.batch.prefill
         first = pending.bucket.decode_rows
         rows = np.concatenate([np.arange(len(decode)), np.arange(first, first + len(prefill))])
@@ -370,6 +435,18 @@ def _mode_of(sequence: Sequence) -> SamplingMode:
     if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
         return "filtered"
     return "random"
+
+
+def _verified_tokens(pending: PendingTokens, packed: np.ndarray) -> SampledTokens:
+    """What `pack_verified` made of a step with drafts."""
+    rows = packed[: len(pending.batch.decode)]
+    width = rows.shape[1] - 2
+    return SampledTokens(
+        token_ids=rows[:, :width],
+        counts=rows[:, width],
+        num_drafts=rows[:, width + 1],
+        logprobs=None if pending.logprobs is None else _logprob_rows((pending.logprobs,), np.arange(len(rows) * width)),
+    )
 
 
 def _logprob_rows(blocks: tuple[Logprobs, ...], rows: np.ndarray | None = None) -> LogprobRows:

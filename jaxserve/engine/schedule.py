@@ -17,12 +17,14 @@ class DecodeRow(NamedTuple):  # and no dataclass: there is one for each token, a
     Attributes:
         new_page: page that was added to the sequence for this token, or -1.
         new_page_index: its place in the sequence's page table, or -1.
+        num_drafts: tokens that may be drafted to follow, in a step with drafts; there is room for all of them.
     """
 
     sequence: Sequence
     slot: int
     new_page: int
     new_page_index: int
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,20 @@ class ScheduledBatch:
 
     Attributes:
         copies: pages that go to host memory or come back from there, in this order, before the step.
+        num_drafts: for which its program is made, at least that of each row; 0: a step without drafts.
     """
 
     decode: tuple[DecodeRow, ...]
     prefill: tuple[PrefillChunk, ...]
     copies: tuple[PageCopy, ...] = ()
+    num_drafts: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode) + sum(len(chunk.token_ids) for chunk in self.prefill)
+        return len(self.decode) * (self.num_drafts + 1) + sum(len(chunk.token_ids) for chunk in self.prefill)
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,16 @@ class SampledTokens:
     """Tokens of a step, in the order of its rows: decode rows, then prefill chunks.
 
     Attributes:
-        token_ids: [rows, width]; width is 1 without speculation.
+        token_ids: [rows, width]; width is 1 in a step without drafts.
         counts: [rows] how many of a row's tokens count; 0 for chunks that sample nothing.
-        logprobs: of each row's token; None where no row asked for them.
+        num_drafts: [rows] how many tokens were drafted; None in a step without drafts.
+        logprobs: of each row's tokens, `width` rows for each, one row after the other; None where no row asked for them.
         prompt_logprobs: of the token after each token of the prefill chunks, one chunk after the other; None where no
             chunk's request asked for them.
     """
 
     token_ids: np.ndarray
     counts: np.ndarray
+    num_drafts: np.ndarray | None = None
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None

@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 
-from jaxserve.constraint import ConstraintError, TokenConstraint
+from jaxserve.engine.draft_lengths import DraftLengths, SpeculativeStats
+from jaxserve.engine.draft_rows import take_verified, with_drafts
+from jaxserve.engine.endings import GOES_ON, ending_of
 from jaxserve.engine.host_pages import HostPages
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.logprobs import take_prompt_logprobs, token_logprobs
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.prefix_cache import PageNode
-from jaxserve.engine.request import FinishReason, RequestOutput
+from jaxserve.engine.request import FinishReason, RequestOutput, TokenLogprobs
 from jaxserve.engine.schedule import DecodeRow, LogprobRows, PrefillChunk, SampledTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 from jaxserve.engine.step_pace import StepPace
@@ -33,6 +35,7 @@ class Scheduler:
         order: whose turn comes first.
         host_pages: where KV pages go that are evicted from the prefix tree; None: nowhere.
         pace: how much prefill a step may take on beside those who decode; None: as much as `limits` allow.
+        drafting: how many tokens a step drafts; None: none.
         clock: seconds, of which outputs tell when they came.
     """
 
@@ -45,6 +48,7 @@ class Scheduler:
         order: SchedulingOrder | None = None,
         pace: StepPace | None = None,
         prefill_sizes: PrefillSizes | None = None,
+        drafting: DraftLengths | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
@@ -61,6 +65,7 @@ class Scheduler:
         self._pending_outputs: list[RequestOutput] = []
         self._pace = pace
         self._prefill_sizes = prefill_sizes
+        self._drafting = drafting
         self._clock = clock
         self._refused: tuple[Sequence, int] | None = None  # the first in line, and free pages too few for it
         self._batch_places = 0  # who may still join the batch that runs, under static batching
@@ -68,6 +73,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self._pending_outputs)
+
+    @property
+    def speculative_stats(self) -> SpeculativeStats | None:
+        """What was drafted so far; None: the engine does not speculate."""
+        return None if self._drafting is None else self._drafting.stats
 
     @property
     def num_live_requests(self) -> int:
@@ -104,20 +114,27 @@ class Scheduler:
         if unfinished or self.waiting:
             self.pages.begin_step(others_decode=bool(decode))
             prefill = self._schedule_prefill(unfinished, self._prefill_budget(len(decode), unfinished))
+        num_drafts = 0
+        if self._drafting is not None and decode and not prefill:  # prompts leave a step no time to spare
+            decode, num_drafts = self._add_drafts(decode, self._drafting)
         # Copies that were decided for a step in which nothing runs go with the next one.
         copies = self.pages.take_copies() if decode or prefill else ()
-        return ScheduledBatch(decode=tuple(decode), prefill=tuple(prefill), copies=copies)
+        return ScheduledBatch(decode=tuple(decode), prefill=tuple(prefill), copies=copies, num_drafts=num_drafts)
 
     def update(self, batch: ScheduledBatch, sampled: SampledTokens) -> list[RequestOutput]:
         """Takes in the tokens of a launched step, and says what is new for the clients."""
         outputs = self.take_pending_outputs()
         now = self._clock()
-        tokens, counts = sampled.token_ids[:, 0].tolist(), sampled.counts.tolist()
+        tokens, counts = sampled.token_ids.tolist(), sampled.counts.tolist()
+        width = sampled.token_ids.shape[1]
         rows = [row.sequence for row in batch.decode]
         if batch.prefill:
             rows += [chunk.sequence for chunk in batch.prefill]
             if sampled.prompt_logprobs is not None:
                 self._take_prompt_logprobs(batch, sampled.prompt_logprobs)
+        if self._drafting is not None and batch.num_drafts:
+            self._drafting.observe_tokens(batch, sampled)
+            take_verified(batch, sampled)
         for row, sequence in enumerate(rows):
             if not counts[row]:
                 continue
@@ -125,7 +142,8 @@ class Scheduler:
             if sequence.status is SequenceStatus.FINISHED:
                 self._release_if_idle(sequence)  # launched past its end: the token is discarded
                 continue
-            outputs.append(self._append(sequence, tokens[row], sampled.logprobs, row, now))
+            new = tokens[row] if width == 1 else tokens[row][: counts[row]]
+            outputs.append(self._append(sequence, new, sampled.logprobs, row * width, now))
         return outputs
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
@@ -133,6 +151,8 @@ class Scheduler:
         comes_back = any(not copy.to_host for copy in batch.copies)
         if self._pace is not None and not comes_back:
             self._pace.observe(batch, seconds)
+        if self._drafting is not None and not comes_back:
+            self._drafting.observe_step(batch, seconds)
 
     def take_pending_outputs(self) -> list[RequestOutput]:
         """Outputs that no step gave: of aborts."""
@@ -146,39 +166,39 @@ class Scheduler:
             first += len(chunk.token_ids)
 
     def _append(
-        self, sequence: Sequence, token: int, logprobs: LogprobRows | None, row: int, now: float
+        self, sequence: Sequence, tokens: list[int], logprobs: LogprobRows | None, row: int, now: float
     ) -> RequestOutput:
-        sequence.token_ids.append(token)
-        self.num_generation_tokens += 1
-        num_tokens = len(sequence.token_ids)
-        num_output = num_tokens - sequence.num_prompt_tokens
-        if num_tokens >= sequence.next_full_page:
+        """Takes in what a step gave a sequence, up to its end: what comes after that is discarded.
+
+        Args:
+            row: of `logprobs`, where those of the tokens begin.
+        """
+        is_first = len(sequence.token_ids) == sequence.num_prompt_tokens
+        end = GOES_ON
+        taken = 0
+        while end.reason is None and taken < len(tokens):
+            token = tokens[taken]
+            taken += 1
+            sequence.token_ids.append(token)
+            end = ending_of(sequence, token)
+        self.num_generation_tokens += taken
+        if len(sequence.token_ids) >= sequence.next_full_page:
             self.pages.keep_full_pages(sequence)
-        reason: FinishReason | None = None
-        stop_token: int | None = None
-        error: str | None = None
-        constraint = sequence.constraint
-        if token in sequence.stop_token_ids and (constraint is None or constraint.is_complete):
-            reason, stop_token = "stop", token
-        elif constraint is not None and (error := _accept(constraint, token)) is not None:
-            reason = "error"
-        elif constraint is not None and constraint.is_final:
-            reason = "stop"
-        elif num_output >= sequence.max_output_tokens:
-            reason = "length"
-        if reason is not None:
-            self._finish(sequence, reason)
+        if end.reason is not None:
+            self._finish(sequence, end.reason)
         wanted = sequence.request.sampling.logprobs
-        is_first = num_output == 1
+        told: tuple[TokenLogprobs, ...] | None = None
+        if wanted is not None and logprobs is not None:
+            told = tuple(token_logprobs(tokens[place], logprobs, row + place, wanted) for place in range(taken))
         return RequestOutput(
             sequence.request.request_id,
             sequence.index,
-            (token,),
-            finish_reason=reason,
-            stop_token_id=stop_token,
-            error=error,
+            tuple(tokens[:taken]),
+            finish_reason=end.reason,
+            stop_token_id=end.stop_token,
+            error=end.error,
             num_cached_tokens=sequence.num_cached_tokens,
-            logprobs=None if wanted is None or logprobs is None else (token_logprobs(token, logprobs, row, wanted),),
+            logprobs=told,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first and sequence.prompt_logprobs else None,
             time=now,
             scheduled_time=sequence.scheduled_time,
@@ -197,7 +217,10 @@ class Scheduler:
             if sequence.is_complete_when_fetched:
                 continue
             page, page_index = -1, -1
-            if sequence.num_computed == len(sequence.pages) * page_size:
+            most_computed = sequence.num_computed + sequence.num_drafts_in_flight
+            if most_computed >= self.limits.longest_sequence:
+                continue  # perhaps there is no place left for a token: that is known when the drafts are fetched
+            if most_computed == len(sequence.pages) * page_size:
                 pages = self._allocate_or_preempt(sequence)
                 if pages is None:
                     continue
@@ -207,6 +230,14 @@ class Scheduler:
             sequence.num_computed += 1
             sequence.num_in_flight += 1
         return rows, [sequence for sequence in unfinished if sequence.status is SequenceStatus.RUNNING]
+
+    def _add_drafts(self, rows: list[DecodeRow], drafting: DraftLengths) -> tuple[list[DecodeRow], int]:
+        """Lets rows bring drafts; with the number that the step is compiled for."""
+        length = drafting.choose([row.sequence for row in rows])
+        if not length:
+            return rows, 0
+        rows = [with_drafts(row, length, self.limits, self.pages) for row in rows]
+        return (rows, length) if any(row.num_drafts for row in rows) else (rows, 0)
 
     def _prefill_budget(self, num_decode: int, unfinished: list[Sequence]) -> int:
         """Prompt tokens that this step may compute."""
@@ -354,7 +385,7 @@ class Scheduler:
         self._give_back(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.is_decoding = False
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_drafts_in_flight = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.add_preempted(sequence)
@@ -385,10 +416,3 @@ class Scheduler:
             sequence.slot = -1
 
 
-def _accept(constraint: TokenConstraint, token: int) -> str | None:
-    """Takes the next token into a constraint; what is wrong, if it cannot."""
-    try:
-        constraint.accept(token)
-    except ConstraintError as error:
-        return str(error)
-    return None

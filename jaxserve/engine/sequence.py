@@ -25,7 +25,10 @@ class Sequence:
         token_ids: prompt and every output token that the host knows.
         num_computed: tokens whose keys and values are in the cache once every launched step has run. For a sequence that
             decodes it runs ahead of `token_ids`: the last sampled token is still on the device.
-        num_in_flight: launched steps that sample a token for this sequence and are not fetched yet.
+        num_in_flight: launched steps that sample a token for this sequence and are not fetched yet. One with drafts may
+            bring several.
+        num_drafts_in_flight: drafts in those steps at most: by so many `num_computed` may be too small, until they are
+            fetched.
         is_decoding: whether its slot on the device holds its last token, so that it goes on by decode rows; else its known
             tokens go through prefill chunks.
         pages: its KV pages, in order.
@@ -47,6 +50,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
+    num_drafts_in_flight: int = 0
     is_decoding: bool = False
     pages: list[int] = field(default_factory=list)
     nodes: list[PageNode] = field(default_factory=list)
@@ -77,7 +81,7 @@ class Sequence:
 
     @property
     def num_output_launched(self) -> int:
-        """Output tokens, with those that launched steps will give."""
+        """Output tokens, with those that launched steps will give at least."""
         return self.num_output_tokens + self.num_in_flight
 
     @property

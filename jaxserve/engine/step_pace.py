@@ -45,6 +45,7 @@ class StepPace:
         self._goal = goal
         self._factor = factor
         self._decode: dict[int, _RunningMean] = {}  # by the bit length of the number of rows
+        self._drafting: dict[int, _RunningMean] = {}  # the same, of steps with drafts
         self._added: dict[int, _SizeCost] = {}
         self._context_share = (
             _CONTEXT_UNIT / context_tokens
@@ -54,7 +55,8 @@ class StepPace:
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         """Takes in what a step took."""
         if not batch.prefill:
-            self._decode.setdefault(len(batch.decode).bit_length(), _RunningMean()).add(seconds)
+            seen = self._drafting if batch.num_drafts else self._decode
+            seen.setdefault(len(batch.decode).bit_length(), _RunningMean()).add(seconds)
             return
         decode = self.decode_seconds(len(batch.decode))
         if decode is None:
@@ -68,11 +70,12 @@ class StepPace:
 
     def decode_seconds(self, rows: int) -> float | None:
         """What a step takes that only decodes this many rows; None: no such step was seen, nor one with other rows."""
-        if not self._decode:
+        seen = self._decode or self._drafting
+        if not seen:
             return None
         wanted = rows.bit_length()
-        nearest = min(self._decode, key=lambda bits: (abs(bits - wanted), bits))
-        return self._decode[nearest].value
+        nearest = min(seen, key=lambda bits: (abs(bits - wanted), bits))
+        return seen[nearest].value
 
     def prefill_budget(self, num_decode: int, context: int) -> int:
         """Prompt tokens that the next step may compute: none, if it must show first what only decoding takes.
@@ -83,7 +86,8 @@ class StepPace:
         """
         if not num_decode:
             return self._sizes[-1]
-        seen = self._decode.get(num_decode.bit_length())
+        bits = num_decode.bit_length()
+        seen = self._decode.get(bits) or self._drafting.get(bits)  # the latter: where every step has drafts
         if seen is None:
             return 0
         decode = seen.value

@@ -47,18 +47,38 @@ def sample(
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if mode == "greedy":
         return greedy
+    below_top, takes_top = _filtered(logits, params, mode)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+    drawn = jnp.argmax(noise - below_top, axis=-1).astype(jnp.int32)
+    return jnp.where(takes_top, greedy, drawn)
+
+
+def log_probabilities(
+    logits: Float[Array, "rows vocab"], params: SamplingArrays, *, mode: SamplingMode
+) -> Float[Array, "rows vocab"]:
+    """Log of the distribution that `sample` draws from under the same mode; minus infinity for what it never draws."""
+    greedy = jnp.argmax(logits, axis=-1)
+    only_top = jnp.where(jnp.arange(logits.shape[1])[None, :] == greedy[:, None], jnp.float32(0), -jnp.inf)
+    if mode == "greedy":
+        return only_top
+    below_top, takes_top = _filtered(logits, params, mode)
+    return jnp.where(takes_top[:, None], only_top, jax.nn.log_softmax(-below_top, axis=-1))
+
+
+def _filtered(
+    logits: Float[Array, "rows vocab"], params: SamplingArrays, mode: SamplingMode
+) -> tuple[Float[Array, "rows vocab"], Bool[Array, " rows"]]:
+    """How far each token lies below the top one, over the temperature (infinite: filtered); and which rows take the top."""
     logits = logits.astype(jnp.float32)
     temperature = jnp.maximum(params.temperature, _MIN_TEMPERATURE)[:, None]
-    below_top = (jnp.max(logits, axis=-1, keepdims=True) - logits) / temperature  # [rows, vocab], 0 for the top token
+    below_top = (jnp.max(logits, axis=-1, keepdims=True) - logits) / temperature  # 0 for the top token
     takes_top = params.temperature < _MIN_TEMPERATURE
     if mode in ("filtered", "full"):
         kept = below_top <= _cut(below_top, params)[:, None]
         below_top = jnp.where(kept, below_top, jnp.inf)
         # Filters that leave one token leave the greedy one, of tied ones too. A top token has at least 1 / vocab.
         takes_top |= (params.top_k == 1) | (params.top_p * logits.shape[-1] <= 1.0)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-    drawn = jnp.argmax(noise - below_top, axis=-1).astype(jnp.int32)
-    return jnp.where(takes_top, greedy, drawn)
+    return below_top, takes_top
 
 
 def _cut(below_top: Float[Array, "rows vocab"], params: SamplingArrays) -> Float[Array, " rows"]:

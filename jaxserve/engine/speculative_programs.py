@@ -1,0 +1,166 @@
+"""The compiled programs of speculation, as pure functions: drafting, feeding the drafter, verification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from jaxserve.engine.decode_state import DecodeState, end_verification, sampling_arrays, take_step
+from jaxserve.engine.device_batch import Bucket, Sizes, unpack
+from jaxserve.engine.drafters import Drafter, DraftStep, speculation_of
+from jaxserve.engine.processor_state import ProcessorState, count_verified, rows_of
+from jaxserve.models.logit_processors import Logprobs, mask_logits, process_logits, token_logprobs
+from jaxserve.models.sampling import SamplingMode
+from jaxserve.models.speculative_sampling import Drafts, Verified, position_counters, repeat_rows, verify
+
+_WHOLE = PartitionSpec()  # replicated
+
+
+@dataclass(frozen=True)
+class SpeculativePrograms:
+    """Makes the functions for one drafter on one mesh; all of them run under `jax.shard_map`."""
+
+    drafter: Drafter
+    sizes: Sizes
+    mesh: Mesh
+    synthetic_acceptance: float | None = None
+
+    def draft(self, bucket: Bucket, mode: SamplingMode) -> Callable[..., tuple[Any, Drafts]]:
+        """(params, memory, state, packed step[, processors]) -> (memory, drafts); memory may be donated.
+
+        The processors come with every mode but "greedy".
+        """
+
+        def per_device(
+            params: Any, memory: Any, state: DecodeState, packed: Array, *processors: ProcessorState
+        ) -> tuple[Any, Drafts]:
+            with jax.named_scope("draft"):
+                return self.drafter.draft(params, memory, self._step(state, packed, bucket, mode, *processors))
+
+        more = () if mode == "greedy" else (_WHOLE,)
+        specs = self.drafter.memory_specs
+        return self._shard_map(per_device, (self.drafter.params_specs, specs, _WHOLE, _WHOLE, *more), (specs, _WHOLE))
+
+    def feed(self, bucket: Bucket) -> Callable[..., Any]:
+        """(params, memory, state, packed step) -> memory, which may be donated."""
+
+        def per_device(params: Any, memory: Any, state: DecodeState, packed: Array) -> Any:
+            with jax.named_scope("feed_drafter"):
+                return self.drafter.feed(params, memory, self._step(state, packed, bucket, "greedy"))
+
+        specs = self.drafter.memory_specs
+        return self._shard_map(per_device, (self.drafter.params_specs, specs, _WHOLE, _WHOLE), specs)
+
+    def verify(self, mode: SamplingMode, *, masked: bool = False) -> Callable[..., tuple[DecodeState, Array]]:
+        """(state, logits, slots, drafts[, masks [rows, words]]) -> (state, `pack_verified`); the caller donates state."""
+
+        def per_device(
+            state: DecodeState, logits: Array, slots: Array, drafts: Drafts, *masks: Array
+        ) -> tuple[DecodeState, Array]:
+            with jax.named_scope("verify"):
+                verified = self._verify(state, _masked(logits, drafts, *masks), slots, drafts, mode)
+                return end_verification(state, slots, verified), pack_verified(verified, drafts)
+
+        return self._shard_map(per_device, (_WHOLE,) * (5 if masked else 4), (_WHOLE, _WHOLE))
+
+    def verify_full(
+        self, *, masked: bool = False
+    ) -> Callable[..., tuple[DecodeState, ProcessorState, Array, Logprobs]]:
+        """(state, processors, logits, slots, drafts[, masks]) -> (state, processors, `pack_verified`, Logprobs).
+
+        The first two may be donated. Penalties at a position count the drafts before it; log probabilities are of the raw
+        logits, those of one row's tokens after the other's.
+        """
+
+        def per_device(
+            state: DecodeState, processors: ProcessorState, logits: Array, slots: Array, drafts: Drafts, *masks: Array
+        ) -> tuple[DecodeState, ProcessorState, Array, Logprobs]:
+            with jax.named_scope("verify_full"):
+                changed = process_positions(logits, state, processors, slots, drafts)
+                limited = _masked(changed, drafts, *masks)
+                if masks:
+                    # Where only an end may follow and min_tokens forbids that, the mask decides.
+                    is_stuck = jnp.max(limited, axis=-1, keepdims=True) == -jnp.inf
+                    limited = jnp.where(is_stuck, _masked(logits, drafts, *masks), limited)
+                verified = self._verify(state, limited, slots, drafts, "full")
+                logprobs = token_logprobs(logits, verified.token_ids.reshape(-1))
+                processors = count_verified(processors, slots, verified.token_ids, verified.counts)
+                return end_verification(state, slots, verified), processors, pack_verified(verified, drafts), logprobs
+
+        return self._shard_map(per_device, (_WHOLE,) * (6 if masked else 5), (_WHOLE,) * 4)
+
+    def _verify(self, state: DecodeState, logits: Array, slots: Array, drafts: Drafts, mode: SamplingMode) -> Verified:
+        params, seeds, counters = sampling_arrays(state, slots)
+        rejects = ~jnp.take(speculation_of(state).seeded, slots, mode="clip")
+        return verify(
+            logits,
+            drafts,
+            params,
+            seeds,
+            counters,
+            rejects,
+            mode=mode,
+            synthetic_acceptance=self.synthetic_acceptance,
+        )
+
+    def _step(
+        self, state: DecodeState, packed: Array, bucket: Bucket, mode: SamplingMode, *processors: ProcessorState
+    ) -> DraftStep:
+        fields = unpack(packed, bucket, self.sizes)
+        return DraftStep(
+            state=take_step(state, fields),
+            processors=processors[0] if processors else None,
+            fields=fields,
+            bucket=bucket,
+            sizes=self.sizes,
+            mode=mode,
+        )
+
+    def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # Replication is not checked: Pallas kernels are opaque to that analysis.
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def process_positions(
+    logits: Float[Array, "rows_times_width vocab"],
+    state: DecodeState,
+    processors: ProcessorState,
+    slots: Int32[Array, " rows"],
+    drafts: Drafts,
+) -> Float[Array, "rows_times_width vocab"]:
+    """Logits to draw from at every position of each row, where its output holds the drafts before that position too."""
+    rows, num_drafts = drafts.token_ids.shape
+    width = num_drafts + 1
+    arrays = jax.tree.map(lambda array: repeat_rows(array, width), rows_of(processors, state.processed, slots))
+    row, place, draft = (
+        jnp.arange(size, dtype=jnp.int32).reshape(shape)
+        for size, shape in ((rows, (-1, 1, 1)), (width, (1, -1, 1)), (num_drafts, (1, 1, -1)))
+    )
+    is_before = jnp.broadcast_to(draft < place, (rows, width, num_drafts)).astype(jnp.int32)
+    counts = arrays.output_counts.reshape(rows, width, -1)
+    counts = counts.at[row, place, drafts.token_ids[:, None, :]].add(is_before)
+    _, _, counters = sampling_arrays(state, slots)
+    return process_logits(
+        logits,
+        arrays.replace(output_counts=counts.reshape(arrays.output_counts.shape)),  # pyright: ignore[reportAttributeAccessIssue]
+        position_counters(counters, width),
+    )
+
+
+def pack_verified(verified: Verified, drafts: Drafts) -> Int32[Array, "rows width_plus_2"]:
+    """For the host, in one array: each row's tokens, how many count, and how many were drafted."""
+    numbers = jnp.stack([verified.counts, drafts.counts], axis=1)
+    return jnp.concatenate([verified.token_ids, numbers], axis=1)
+
+
+def _masked(logits: Array, drafts: Drafts, *masks: Array) -> Array:
+    """Rows that have masks have no drafts: their first position is the only one that matters."""
+    if not masks:
+        return logits
+    return mask_logits(logits, repeat_rows(masks[0], drafts.token_ids.shape[1] + 1))

@@ -1,0 +1,248 @@
+"""Runs the programs of speculation: owns the drafter's arrays and what is compiled for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.decode_state import DecodeState
+from jaxserve.engine.device_batch import Bucket, packed_size
+from jaxserve.engine.drafters import Drafter
+from jaxserve.engine.executable_cache import ExecutableCache
+from jaxserve.engine.processor_state import ProcessorState
+from jaxserve.engine.programs import ProgramFactory
+from jaxserve.engine.schedule import ScheduledBatch
+from jaxserve.engine.speculative_programs import SpeculativePrograms
+from jaxserve.engine.token_masks import num_words
+from jaxserve.models.kv_cache import KVCache
+from jaxserve.models.logit_processors import Logprobs
+from jaxserve.models.sampling import SamplingMode
+from jaxserve.models.speculative_sampling import Drafts
+from jaxserve.sharding.placement import replicated
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter with its arrays, placed on the engine's devices.
+
+    Attributes:
+        params: arrays that it only reads.
+        memory: arrays that its programs take and give back; not looked at where it uses the target's KV cache.
+        description: tells one drafter's compiled programs from another's.
+        synthetic_acceptance: as in `SpeculativeConfig`.
+    """
+
+    drafter: Drafter
+    params: Any
+    memory: Any
+    description: str
+    synthetic_acceptance: float | None = None
+
+
+class DraftProgram(NamedTuple):
+    """Which compiled program drafts."""
+
+    bucket: Bucket
+    mode: SamplingMode
+
+
+class VerifyProgram(NamedTuple):
+    """Which compiled program verifies."""
+
+    bucket: Bucket
+    mode: SamplingMode
+    masked: bool
+
+
+class Speculator:
+    """Drafts and verifies for a `ModelRunner`; used by its thread."""
+
+    def __init__(self, drafting: Drafting, factory: ProgramFactory, buckets: Buckets) -> None:
+        self._drafting = drafting
+        self._drafter = drafting.drafter
+        self._memory = drafting.memory
+        self._factory = factory
+        self._functions = SpeculativePrograms(
+            drafting.drafter, factory.sizes, factory.mesh, drafting.synthetic_acceptance
+        )
+        self._buckets = buckets
+        self._replicated = replicated(factory.mesh)
+        self._draft: dict[DraftProgram, Any] = {}
+        self._feed: dict[Bucket, Any] = {}
+        self._verify: dict[VerifyProgram, Any] = {}
+        self._set_history: Any = None
+
+    @property
+    def memory(self) -> Any:
+        """The drafter's own donated arrays, as they are now."""
+        return self._memory
+
+    @property
+    def params(self) -> Any:
+        """The drafter's own arrays; none where they are the target's."""
+        return () if self._drafter.uses_target_cache else self._drafting.params
+
+    @property
+    def programs(self) -> list[Any]:
+        """Everything that was compiled."""
+        return [*self._draft.values(), *self._feed.values(), *self._verify.values(), self._set_history]
+
+    def jobs(
+        self, programs: ExecutableCache, cache: KVCache, state: DecodeState, processors: ProcessorState
+    ) -> list[Callable[[], None]]:
+        """What is to be compiled, in any order, by any threads; the arrays give shapes and placement only."""
+        buckets = [bucket for bucket in self._buckets.all() if bucket.num_drafts]
+        fed = [bucket for bucket in self._buckets.all() if bucket.prefill_rows and self._drafter.reads_prompts]
+        drafting_modes: tuple[SamplingMode, ...] = (
+            ("greedy", "full") if self._drafter.has_probabilities else ("greedy",)
+        )
+        verifying: list[tuple[SamplingMode, bool]] = [
+            *((mode, False) for mode in self._buckets.verify_modes),
+            *((mode, True) for mode in self._buckets.masked_modes),
+        ]
+        compiler = _Compiler(self, programs, cache, state, processors)
+        return [
+            compiler.set_history,
+            *(partial(compiler.feed, bucket) for bucket in fed),
+            *(partial(compiler.draft, DraftProgram(bucket, mode)) for bucket in buckets for mode in drafting_modes),
+            *(partial(compiler.verify, VerifyProgram(bucket, *kind)) for bucket in buckets for kind in verifying),
+        ]
+
+    def begin(self, batch: ScheduledBatch, state: DecodeState) -> DecodeState:
+        """Tells the device all tokens of the sequences that begin to decode with this step; `state` is donated."""
+        for chunk in batch.prefill:
+            if chunk.samples:
+                tokens = np.zeros(self._factory.sizes.longest, np.int32)
+                end = chunk.start + len(chunk.token_ids)
+                tokens[:end] = chunk.sequence.token_ids[:end]
+                state = self._set_history(state, *jax.device_put((np.int32(chunk.slot), tokens), self._replicated))
+        return state
+
+    def draft(
+        self,
+        bucket: Bucket,
+        mode: SamplingMode,
+        cache: KVCache,
+        state: DecodeState,
+        processors: ProcessorState,
+        packed: jax.Array,
+    ) -> tuple[KVCache, Drafts | None]:
+        """Starts the drafting for a step, or shows it to the drafter where it has a prefill.
+
+        Args:
+            mode: of sampling, that the step needs.
+            cache: the target's; donated where the drafter uses it.
+        """
+        uses_cache = self._drafter.uses_target_cache
+        memory = cache if uses_cache else self._memory
+        if bucket.num_drafts:
+            kind: SamplingMode = "full" if mode != "greedy" and self._drafter.has_probabilities else "greedy"
+            more = () if kind == "greedy" else (processors,)
+            compiled = self._draft[DraftProgram(bucket, kind)]
+            memory, drafts = compiled(self._drafting.params, memory, state, packed, *more)
+        elif bucket.prefill_rows and self._drafter.reads_prompts:
+            memory, drafts = self._feed[bucket](self._drafting.params, memory, state, packed), None
+        else:
+            return cache, None
+        if uses_cache:
+            return memory, drafts
+        self._memory = memory
+        return cache, drafts
+
+    def verify(
+        self,
+        bucket: Bucket,
+        mode: SamplingMode,
+        state: DecodeState,
+        processors: ProcessorState,
+        logits: jax.Array,
+        slots: jax.Array,
+        drafts: Drafts,
+        masks: np.ndarray | None,
+    ) -> tuple[DecodeState, ProcessorState, jax.Array, Logprobs | None]:
+        """Starts a step's verification: state and processors (donated), `pack_verified`, log probabilities if any."""
+        more = () if masks is None else (jax.device_put(masks, self._replicated),)
+        compiled = self._verify[VerifyProgram(bucket, mode, masks is not None)]
+        if mode != "full":
+            state, packed = compiled(state, logits, slots, drafts, *more)
+            return state, processors, packed, None
+        return compiled(state, processors, logits, slots, drafts, *more)
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    """Compiles one program at a time into its speculator."""
+
+    owner: Speculator
+    programs: ExecutableCache
+    cache: KVCache
+    state: DecodeState
+    processors: ProcessorState
+
+    def set_history(self) -> None:
+        factory = self.owner._factory
+        example = self._like(()), self._like((factory.sizes.longest,))
+        function = jax.jit(factory.set_history(), donate_argnums=(0,))
+        self.owner._set_history = self._load("set history", lambda: function.lower(self.state, *example))
+
+    def draft(self, key: DraftProgram) -> None:
+        function = jax.jit(self.owner._functions.draft(*key), donate_argnums=(1,))
+        more = () if key.mode == "greedy" else (self.processors,)
+        self.owner._draft[key] = self._load(
+            f"draft {key.mode} {key.bucket}", lambda: function.lower(*self._arguments(key.bucket), *more), key.bucket
+        )
+
+    def feed(self, bucket: Bucket) -> None:
+        function = jax.jit(self.owner._functions.feed(bucket), donate_argnums=(1,))
+        self.owner._feed[bucket] = self._load(
+            f"feed drafter {bucket}", lambda: function.lower(*self._arguments(bucket)), bucket
+        )
+
+    def verify(self, key: VerifyProgram) -> None:
+        bucket, rows, vocab_size = key.bucket, key.bucket.decode_rows, self.owner._factory.config.vocab_size
+        drafts = Drafts(
+            token_ids=self._like((rows, bucket.num_drafts)),
+            counts=self._like((rows,)),
+            log_probabilities=self._like((rows, bucket.num_drafts, vocab_size), jnp.float32)
+            if self.owner._drafter.has_probabilities and key.mode != "greedy"
+            else None,
+        )
+        step = [self._like((bucket.rows, vocab_size), jnp.float32), self._like((rows,)), drafts]
+        if key.masked:
+            step.append(self._like((rows, num_words(vocab_size))))
+        functions = self.owner._functions
+
+        def lower() -> jax.stages.Lowered:
+            if key.mode == "full":
+                full = functions.verify_full(masked=key.masked)
+                return jax.jit(full, donate_argnums=(0, 1)).lower(self.state, self.processors, *step)
+            function = functions.verify(key.mode, masked=key.masked)
+            return jax.jit(function, donate_argnums=(0,)).lower(self.state, *step)
+
+        name = f"verify {key.mode} {bucket}" + (" masked" if key.masked else "")
+        self.owner._verify[key] = self._load(name, lower)
+
+    def _arguments(self, bucket: Bucket) -> tuple[Any, ...]:
+        owner = self.owner
+        memory = self.cache if owner._drafter.uses_target_cache else owner._memory
+        return owner._drafting.params, memory, self.state, self._like((packed_size(bucket, owner._factory.sizes),))
+
+    def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.owner._replicated)
+
+    def _load(self, name: str, lower: Callable[[], jax.stages.Lowered], bucket: Bucket | None = None) -> Any:
+        started = time.perf_counter()
+        compiled = self.programs.load_or_compile(name, lower, bucket=bucket)
+        logger.info("%s: ready after %.1f s", name, time.perf_counter() - started)
+        return compiled

@@ -1,0 +1,153 @@
+"""Speculation in the whole engine: what comes out is what comes out without it, whatever is drafted."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.client import EngineClient
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.speculative_config import SpeculativeConfig
+from tests.engine.test_constraints import WordRule
+from tests.engine.test_engine import compilations, mixed_requests, until_idle
+from tests.tiny_engine import Answer, ask, tiny_engine
+
+# 72 tokens of KV cache for three sequences of up to 64: they cannot all stay.
+CONFIG = EngineConfig(max_model_len=64, max_num_seqs=3, max_num_batched_tokens=16, page_size=4, num_pages=18, seed=0)
+NGRAM = SpeculativeConfig("ngram", 3, prompt_lookup_max=3, prompt_lookup_min=1)
+
+Request = tuple[list[int], SamplingParams]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[EngineClient]:
+    with tiny_engine(CONFIG) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineClient]:
+    with tiny_engine(dataclasses.replace(CONFIG, speculative=NGRAM)) as engine:
+        yield engine
+
+
+def repetitive_requests(count: int, seed: int) -> list[Request]:
+    """Of every kind; half of them with prompts and answers in which much comes again."""
+    rng = random.Random(seed)
+    requests = mixed_requests(count, seed)
+    for index in range(0, count, 2):
+        sampling = dataclasses.replace(requests[index][1], max_tokens=rng.choice([8, 20, 32]), ignore_eos=True)
+        requests[index] = ([rng.randrange(2, 12) for _ in range(4)] * rng.randint(1, 6), sampling)
+    return requests
+
+
+def constrained() -> SamplingParams:
+    words = tuple(tuple(range(first, first + 5)) for first in range(2, 26))
+    return SamplingParams(temperature=0.0, max_tokens=24, constraint=WordRule(words, shortest=24))
+
+
+def accepted(engine: EngineClient) -> int:
+    stats = engine.stats().speculative
+    assert stats is not None
+    return stats.num_accepted_tokens
+
+
+def test_a_mixed_batch_gives_what_each_request_gives_without_speculation(
+    plain: EngineClient, engine: EngineClient
+) -> None:
+    requests = [*repetitive_requests(16, seed=1), ([5] * 9, constrained()), ([6, 7, 8] * 3, constrained())]
+    random.Random(1).shuffle(requests)
+    before, preemptions = accepted(engine), engine.stats().num_preemptions
+    answers = [Answer(engine, *request) for request in requests]
+    aborted = Answer(engine, [9, 8] * 8, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    aborted.next()
+    engine.abort(aborted.request_id)
+    together = [answer.wait()[0] for answer in answers]
+    aborted.wait()
+    until_idle(engine)
+    assert aborted.reasons == ["abort"]
+    assert accepted(engine) > before + 10
+    assert engine.stats().num_preemptions > preemptions
+    for request, tokens, answer in zip(requests, together, answers, strict=True):
+        alone = Answer(plain, *request)
+        assert tokens == alone.wait()[0]
+        assert answer.reasons == alone.reasons
+
+
+def outputs(engine: EngineClient, request: Request) -> list[Any]:
+    """Of the only choice: every output's tokens, log probabilities and end."""
+    answer = Answer(engine, *request)
+    heard = [answer.next()]
+    while heard[-1].finish_reason is None:
+        heard.append(answer.next())
+    return heard
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, ignore_eos=True, **more)
+
+
+def test_log_probabilities_are_those_without_speculation(plain: EngineClient, engine: EngineClient) -> None:
+    request = [3, 4, 5] * 4, greedy(max_tokens=24, logprobs=3)
+    wanted = [told for output in outputs(plain, request) for told in output.logprobs]
+    heard = outputs(engine, request)
+    told = [told for output in heard for told in output.logprobs]
+    assert any(len(output.token_ids) > 1 for output in heard)
+    assert all(len(output.logprobs) == len(output.token_ids) for output in heard)
+    assert [each.token_id for each in told] == [each.token_id for each in wanted]
+    assert [each.logprob for each in told] == pytest.approx([each.logprob for each in wanted], abs=1e-4)
+    assert [[token for token, _ in each.top] for each in told] == [[token for token, _ in each.top] for each in wanted]
+
+
+def test_an_end_within_kept_drafts_cuts_what_comes_after(plain: EngineClient, engine: EngineClient) -> None:
+    prompt = [3, 4, 5] * 4
+    tokens = ask(plain, prompt, greedy(max_tokens=32))
+    drafted = [output.token_ids for output in outputs(engine, (prompt, greedy(max_tokens=32)))]
+    ends = [sum(map(len, drafted[:index])) + 2 for index, step in enumerate(drafted) if len(step) > 2]  # amid a run
+    assert ends
+    for length in {*range(1, 8), *ends}:
+        heard = outputs(engine, (prompt, greedy(max_tokens=length)))
+        assert [token for output in heard for token in output.token_ids] == tokens[:length]
+        assert heard[-1].finish_reason == "length"
+    stop = next(tokens[end - 1] for end in ends)
+    first = tokens.index(stop)
+    heard = outputs(engine, (prompt, greedy(max_tokens=32, stop_token_ids=(stop,))))
+    assert [token for output in heard for token in output.token_ids] == tokens[: first + 1]
+    assert (heard[-1].finish_reason, heard[-1].stop_token_id) == ("stop", stop)
+    before = engine.stats().generation_tokens
+    ask(engine, prompt, greedy(max_tokens=5))
+    assert engine.stats().generation_tokens == before + 5
+
+
+def test_nothing_is_compiled_while_drafts_are_made_and_verified(engine: EngineClient) -> None:
+    until_idle(engine)
+    with compilations() as events:
+        for request in repetitive_requests(6, seed=3):
+            ask(engine, *request)
+        answers = [Answer(engine, *request) for request in repetitive_requests(9, seed=4)]
+        answers.append(Answer(engine, [2, 3] * 4, constrained()))
+        for answer in answers:
+            answer.wait()
+        until_idle(engine)
+    assert not events
+
+
+def test_a_prompt_found_in_the_cache_goes_on_with_drafts(plain: EngineClient, engine: EngineClient) -> None:
+    prompt = [7, 9, 11, 13] * 5
+    tokens = ask(plain, prompt, greedy(max_tokens=30))
+    for _ in range(2):  # pages that hold kept drafts are shared as well
+        assert ask(engine, prompt, greedy(max_tokens=30)) == tokens
+    longer = prompt + tokens[:20]
+    assert ask(engine, longer, greedy(max_tokens=20)) == ask(plain, longer, greedy(max_tokens=20))
+    assert engine.stats().cached_prompt_tokens > 0
+
+
+def test_drafts_that_do_not_fit_the_engine_are_refused() -> None:
+    config = dataclasses.replace(CONFIG, speculative=SpeculativeConfig("ngram", 4))
+    with pytest.raises(ValueError, match=r"num_speculative_tokens=4 must be below page_size=4: .* --page-size"):
+        tiny_engine(config).__enter__()
