@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -18,30 +19,56 @@ SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
 QuantizationFormat = Literal["fp8", "fp8-weight-only", "int8", "int4"]
 Quantization = Literal["fp8", "fp8-weight-only", "int8", "int4", "int4-32"]  # as users ask for it
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
+RopeScalingKind = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency-dependent scaling of rotary embeddings, or plain linear interpolation.
+    """How rotary embeddings are stretched to contexts longer than those that a model was pretrained with.
 
     Attributes:
-        kind: "llama3" (https://arxiv.org/abs/2407.21783, as in Hugging Face's `rope_type: llama3`) or "linear".
-        factor: by how much the longest wavelengths are stretched.
-        low_frequency_factor, high_frequency_factor: bounds of the band that is interpolated (llama3 only).
-        original_max_position_embeddings: context length that the model was pretrained with (llama3 only).
+        kind: as Hugging Face's `rope_type` names it: "linear"; "llama3" (https://arxiv.org/abs/2407.21783); "yarn"
+            (https://arxiv.org/abs/2309.00071); "longrope" (https://arxiv.org/abs/2402.13753); "dynamic", whose base grows
+            with the context.
+        factor: by how much the longest wavelengths are stretched (not longrope).
+        low_frequency_factor, high_frequency_factor: bounds of the band that is interpolated (llama3).
+        original_max_position_embeddings: context length that the model was pretrained with (not linear).
+        attention_factor: what cosines and sines are multiplied with (yarn, longrope).
+        fast_turns, slow_turns: pairs that turn so often within the original context are left, and stretched (yarn).
+        whole_pairs: the bounds that these turns give are rounded outwards to whole pairs (yarn).
+        short_factors, long_factors: by how much each pair's wavelength is stretched where the longest sequence fits the
+            original context, and where it does not (longrope).
     """
 
-    kind: Literal["llama3", "linear"]
-    factor: float
+    kind: RopeScalingKind
+    factor: float = 1.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    whole_pairs: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in ("llama3", "linear"):
-            raise ValueError(f"rope scaling kind {self.kind!r} is not supported: use 'llama3' or 'linear'")
-        if self.factor <= 0:
-            raise ValueError(f"rope scaling factor={self.factor} must be positive")
+        if self.kind not in get_args(RopeScalingKind):
+            raise ValueError(
+                f"rope scaling kind {self.kind!r} is not supported: use {', '.join(get_args(RopeScalingKind))}"
+            )
+        for name in ("factor", "original_max_position_embeddings", "attention_factor", "fast_turns", "slow_turns"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"rope scaling {name}={getattr(self, name)} must be positive and finite")
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            if (self.kind == "longrope") != bool(factors) or not all(0 < factor < math.inf for factor in factors):
+                raise ValueError(f"rope scaling {name}={factors} must be positive numbers with longrope, and only then")
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether it is another for other lengths of the longest sequence."""
+        return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -132,6 +159,12 @@ class ModelConfig:
             raise ValueError(f"rms_norm_eps={self.rms_norm_eps} must be positive")
         if self.rope_theta <= 0:
             raise ValueError(f"rope_theta={self.rope_theta} must be positive")
+        if self.rope_scaling is not None:
+            for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
+                if factors and len(factors) != self.head_dim // 2:
+                    raise ValueError(
+                        f"longrope has {len(factors)} factors, must have one for each of {self.head_dim // 2} pairs"
+                    )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window={self.sliding_window} must be at least 1, or None")
 
@@ -152,11 +185,16 @@ class ModelConfig:
             raise ValueError(f"unknown model config keys {unknown}: made by a newer version of jaxserve?")
         values = dict(data)
         if values.get("rope_scaling") is not None:
-            values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+            values["rope_scaling"] = _rope_scaling(values["rope_scaling"])
         if values.get("quantization") is not None:
             values["quantization"] = QuantizationConfig(**values["quantization"])
         values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
         return ModelConfig(**values)
+
+
+def _rope_scaling(values: dict[str, Any]) -> RopeScaling:
+    """From JSON, which has lists for tuples."""
+    return RopeScaling(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,22 @@ def llama3_rope(theta: float, original: int, factor: float = 8.0) -> dict[str, A
     }
 
 
+def longrope(pairs: int, original: int, theta: float = 10000.0, **others: Any) -> dict[str, Any]:
+    """LongRoPE as Phi-3 has it: hardly anything is stretched within the original context, long wavelengths are beyond."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "original_max_position_embeddings": original,
+        "short_factor": [round(1.0 + 0.05 * (pair % 4), 2) for pair in range(pairs)],
+        "long_factor": [round(1.02 + 60.0 * (pair / pairs) ** 2, 2) for pair in range(pairs)],
+        **others,
+    }
+
+
+def yarn(original: int, **others: Any) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original, **others}
+
+
 TINY_MODELS: dict[str, TinyModel] = {
     "multi_head": TinyModel("Llama", {"num_key_value_heads": 4}),
     "grouped_query": TinyModel("Llama"),
@@ -111,6 +127,7 @@ TINY_MODELS: dict[str, TinyModel] = {
     "rope_linear": TinyModel(
         "Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
     ),
+    "rope_yarn": TinyModel("Llama", {"head_dim": 16, "rope_parameters": yarn(32, rope_theta=10000.0, beta_fast=4.0)}),
     "attention_bias": TinyModel("Llama", {"attention_bias": True}),
     "mlp_bias": TinyModel("Llama", {"mlp_bias": True}),
     "bfloat16": TinyModel("Llama", dtype=torch.bfloat16),
@@ -122,6 +139,19 @@ TINY_MODELS: dict[str, TinyModel] = {
     "qwen2_tied": TinyModel("Qwen2", {"tie_word_embeddings": True}),
     "phi3": TinyModel("Phi3"),
     "phi3_sliding_window": TinyModel("Phi3", {"sliding_window": 8, "num_key_value_heads": 1}),
+    # transformers chooses by the length of what it has read: past the original context from the first token on here, and
+    # never in the second, whose longest sequence does not leave it.
+    "phi3_longrope": TinyModel(
+        "Phi3", {"original_max_position_embeddings": 16, "rope_parameters": longrope(4, original=16)}
+    ),
+    "phi3_longrope_short": TinyModel(
+        "Phi3",
+        {
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": longrope(4, original=64, factor=32.0),
+        },
+    ),
 }
 
 
@@ -188,17 +218,25 @@ def make_tiny_model(name: str, tiny: TinyModel, folder: Path) -> None:
 
 
 def make_rope_frequencies(path: Path) -> None:
-    """Inverse frequencies of head_dim 128 models with the scalings of Llama 3.1 (8), Llama 3.2 (32), and others."""
-    ropes = [llama3_rope(500000.0, 8192, factor) for factor in (8.0, 32.0)]
-    ropes += [{"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}]
+    """Inverse frequencies and attention factors of head_dim 128 models with every scaling, for sequences of some length."""
+    ropes = [(llama3_rope(500000.0, 8192, factor), 131072) for factor in (8.0, 32.0)]  # Llama 3.1, Llama 3.2
+    ropes += [({"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, 131072)]
+    ropes += [(yarn(32768, rope_theta=1e6), 131072)]  # Qwen2.5
+    more = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.2, "mscale_all_dim": 0.7}
+    ropes += [(yarn(4096, rope_theta=1e4, **more), 16384), (yarn(4096, rope_theta=1e4, attention_factor=1.5), 16384)]
+    ropes += [({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, length) for length in (4096, 16384)]
+    ropes += [(longrope(64, 4096), length) for length in (4096, 4097)]  # Phi-3 mini, of 128k
+    ropes += [(longrope(64, 4096, **own), 4096) for own in ({"factor": 8.0}, {"attention_factor": 1.25})]
     entries = []
-    for rope in ropes:
-        config = transformers.LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=dict(rope))
-        frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-        if attention_factor != 1.0:
-            raise RuntimeError(f"{rope}: transformers scales attention by {attention_factor}, which this file lacks")
-        entries.append({"head_dim": 128, "rope_parameters": rope, "inverse_frequencies": frequencies.tolist()})
-    path.write_text(json.dumps(entries, indent=1) + "\n")
+    for rope, length in ropes:
+        longest = 4096 if rope["rope_type"] == "dynamic" else 131072
+        config = transformers.LlamaConfig(head_dim=128, max_position_embeddings=longest, rope_parameters=dict(rope))
+        compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+        frequencies, attention_factor = compute(config, torch.device("cpu"), seq_len=length)
+        entry = {"head_dim": 128, "max_position_embeddings": longest, "sequence_length": length}
+        entry |= {"rope_parameters": rope, "attention_factor": attention_factor}
+        entries.append(entry | {"inverse_frequencies": frequencies.tolist()})
+    path.write_text(json.dumps(entries) + "\n")
 
 
 def gguf_tokenizer(reader: GGUFReader) -> Any:

@@ -5,7 +5,8 @@ A new family of the Llama shape is one more entry here, with names from `tensor_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tensor_names import (
@@ -30,6 +31,7 @@ class Family:
         qkv_bias: True: always has biases on q, k and v and never on o; None: as `attention_bias` says, for all four.
         qk_norm: has norms over q and k.
         has_mlp_bias: knows the key `mlp_bias`.
+        rope_kinds: scalings of rotary embeddings that the family's configs call by other names.
         sliding_window: "none"; "always": where `sliding_window` is a size; "opt-in": where `use_sliding_window` is set.
     """
 
@@ -41,9 +43,11 @@ class Family:
     qkv_bias: bool | None = None
     qk_norm: bool = False
     has_mlp_bias: bool = False
+    rope_kinds: Mapping[str, str] = field(default_factory=dict)
     sliding_window: str = "none"
     default_sliding_window: int | None = None
     default_max_position_embeddings: int = 2048
+    default_original_max_position_embeddings: int | None = None  # None: must be said
     default_rms_norm_eps: float = 1e-6
     default_rope_theta: float = 10000.0
     default_tie_word_embeddings: bool = False
@@ -83,8 +87,10 @@ PHI3 = Family(
     names=HUGGING_FACE_FUSED,
     gguf_names=GGUF_FUSED,
     qkv_bias=False,
+    rope_kinds={"su": "longrope", "yarn": "longrope"},
     sliding_window="always",
     default_max_position_embeddings=4096,
+    default_original_max_position_embeddings=4096,
     default_rms_norm_eps=1e-5,
 )
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)

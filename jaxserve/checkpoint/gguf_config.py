@@ -9,9 +9,11 @@ import numpy as np
 
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.gguf_source import GGUFFile
+from jaxserve.checkpoint.rope_config import yarn_attention_factor
 from jaxserve.config import ModelConfig, RopeScaling
 
 _ROPE_FREQUENCIES = "rope_freqs.weight"
+_LONGROPE_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 # The file holds the factor of each frequency, not the numbers they were made from; every Llama 3.x was made from these.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 
@@ -79,10 +81,16 @@ def llama3_frequency_factors(scaling: RopeScaling, theta: float, head_dim: int) 
 
 def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling | None:
     kind = file.architecture("rope.scaling.type", "none")
+    if any(name in file.names() for name in _LONGROPE_FACTORS):
+        return _longrope(file)
     if kind == "linear":
         return RopeScaling("linear", _number(file, "rope.scaling.factor"))
+    if kind == "yarn":
+        return _yarn(file)
     if kind != "none":
-        raise CheckpointError(f"{file.path}: rope scaling {kind!r} is not supported: only none, linear, llama3")
+        raise CheckpointError(
+            f"{file.path}: rope scaling {kind!r} is not supported: only none, linear, llama3, yarn, longrope"
+        )
     if _ROPE_FREQUENCIES not in file.names():
         return None
     factors = file.read(_ROPE_FREQUENCIES).astype(np.float64).reshape(-1)
@@ -91,6 +99,39 @@ def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling | 
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-5, atol=0.0):
         raise CheckpointError(f"{file.path}: tensor {_ROPE_FREQUENCIES!r} is supported only with Llama 3's scaling")
     return scaling
+
+
+def _yarn(file: GGUFFile) -> RopeScaling:
+    for key in ("yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor"):
+        if file.architecture(f"rope.scaling.{key}", None) is not None:
+            raise CheckpointError(f"{file.path}: metadata rope.scaling.{key} is not supported")
+    factor = _shortest_float(_number(file, "rope.scaling.factor"))
+    own_factor = _shortest_float(_number(file, "rope.scaling.attn_factor", 1.0))
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_position_embeddings=_integer(file, "rope.scaling.original_context_length"),
+        attention_factor=own_factor * yarn_attention_factor(factor),
+        fast_turns=_shortest_float(_number(file, "rope.scaling.yarn_beta_fast", 32.0)),
+        slow_turns=_shortest_float(_number(file, "rope.scaling.yarn_beta_slow", 1.0)),
+    )
+
+
+def _longrope(file: GGUFFile) -> RopeScaling:
+    short_name, long_name = _LONGROPE_FACTORS
+    for name in _LONGROPE_FACTORS:
+        if name not in file.names():
+            raise CheckpointError(f"{file.path}: tensor {name!r} is missing: fetch the file again")
+    short_factors, long_factors = (
+        tuple(map(_shortest_float, file.read(name).reshape(-1))) for name in (short_name, long_name)
+    )
+    return RopeScaling(
+        "longrope",
+        original_max_position_embeddings=_integer(file, "rope.scaling.original_context_length"),
+        attention_factor=_shortest_float(_number(file, "rope.scaling.attn_factor")),
+        short_factors=short_factors,
+        long_factors=long_factors,
+    )
 
 
 def _shortest_float(value: float) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.checkpoint.config_values import number, whole_number
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.families import Family, family_of_architecture
-from jaxserve.config import ModelConfig, RopeScaling
+from jaxserve.checkpoint.rope_config import rope_from_hf
+from jaxserve.config import ModelConfig
 
 _REFUSED_WHEN_SET = {
     "partial_rotary_factor": "rotary embeddings over a part of each head",
@@ -82,38 +84,6 @@ def model_config_from_hf(
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def rope_from_hf(config: Mapping[str, Any], family: Family, where: str) -> tuple[float, RopeScaling | None]:
-    """Rotary base and scaling, from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (older).
-
-    Raises:
-        CheckpointError: for a scaling that is not known, or one with a missing or malformed number.
-    """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"{where}: rope scaling {given!r} must be an object")
-    if given.get("partial_rotary_factor") not in (None, 1.0):
-        raise CheckpointError(
-            f"{where}: partial_rotary_factor={given['partial_rotary_factor']!r}: rotary embeddings over a part of each head "
-            "are not supported"
-        )
-    theta_holder = given if "rope_theta" in given else config
-    theta = number(theta_holder, "rope_theta", where, family.default_rope_theta)
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", number(given, "factor", where))
-    if kind == "llama3":
-        return theta, RopeScaling(
-            "llama3",
-            number(given, "factor", where),
-            number(given, "low_freq_factor", where),
-            number(given, "high_freq_factor", where),
-            whole_number(given, "original_max_position_embeddings", where),
-        )
-    raise CheckpointError(f"{where}: rope scaling {kind!r} is not supported; supported are default, linear, llama3")
-
-
 def _sliding_window(config: Mapping[str, Any], family: Family, where: str) -> int | None:
     if family.sliding_window == "none":
         return None
@@ -144,19 +114,3 @@ def token_ids_from(value: Any, where: str) -> tuple[int, ...]:
     if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
         raise CheckpointError(f"{where}: eos_token_id={value!r} must be a token id or a list of them")
     return tuple(ids)
-
-
-def whole_number(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise CheckpointError(f"{where}: {key}={value!r} must be a whole number")
-    return value
-
-
-def number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise CheckpointError(f"{where}: {key}={value!r} must be a number")
-    return float(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.checkpoint.families import Family
+from jaxserve.checkpoint.rope_config import rope_to_hf
 from jaxserve.config import ModelConfig
 
 
@@ -32,14 +33,7 @@ def hf_config_from_model(config: ModelConfig, family: Family, dtype: str) -> dic
         "torch_dtype": dtype,
     }
     if config.rope_scaling is not None:
-        scaling = config.rope_scaling
-        written["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            written["rope_scaling"] |= {
-                "low_freq_factor": scaling.low_frequency_factor,
-                "high_freq_factor": scaling.high_frequency_factor,
-                "original_max_position_embeddings": scaling.original_max_position_embeddings,
-            }
+        written["rope_scaling"] = rope_to_hf(config.rope_scaling)
     if family.qkv_bias is None:
         written["attention_bias"] = config.attention_bias
     if family.has_mlp_bias:

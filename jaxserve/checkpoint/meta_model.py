@@ -12,9 +12,9 @@ import numpy as np
 import tokenizers
 
 from jaxserve.checkpoint.assemble import Assembler
+from jaxserve.checkpoint.config_values import number, whole_number
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.families import LLAMA
-from jaxserve.checkpoint.hf_config import number, whole_number
 from jaxserve.checkpoint.meta_source import MetaSource, consolidated_files
 from jaxserve.checkpoint.opened_model import OpenModel, ignored_files
 from jaxserve.checkpoint.tensor_names import META

@@ -80,7 +80,7 @@ GGUF = TensorNames(
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
-    ignored=("rope_freqs.weight",),
+    ignored=("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
 )
 
 # Phi-3: what others keep apart lies in one tensor, rows after rows.

@@ -28,6 +28,7 @@ from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.params import LlamaParams, init_params
 from jaxserve.models.quantize_params import quantize_params
+from jaxserve.models.rope import with_longest_sequence
 from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import Progress
 from jaxserve.sharding.mesh import make_mesh
@@ -159,6 +160,7 @@ def build_engine(
     model_config, params = place_params(model_config, params, config, mesh, progress)
     device_config = ShardLayout(model_config, mesh.size).device_config
     limits = plan_limits(device_config, config, mesh, cache_dtype)
+    device_config = with_longest_sequence(device_config, limits.max_model_len)
     sizes = Sizes(
         max_num_seqs=limits.max_num_seqs,
         pages_per_seq=limits.pages_for(limits.longest_sequence),

@@ -72,7 +72,8 @@ def _like_between_layers(stream: Stream, layer: LayerParams, collectives: Collec
 def rotary_tables(batch: Batch, *, config: ModelConfig) -> RopeTables:
     """Cosines and sines of the batch's positions, which every layer shares."""
     with jax.named_scope("rope"):
-        return rope_tables(batch.positions, inverse_frequencies(config))
+        attention_factor = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+        return rope_tables(batch.positions, inverse_frequencies(config), attention_factor)
 
 
 def decoder_layer(

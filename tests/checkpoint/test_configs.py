@@ -15,6 +15,7 @@ from jaxserve.checkpoint.gguf_config import llama3_frequency_factors, model_conf
 from jaxserve.checkpoint.gguf_source import GGUFFile
 from jaxserve.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.checkpoint.hf_config import model_config_from_hf
+from jaxserve.checkpoint.rope_config import rope_to_hf
 from jaxserve.checkpoint.tokenizer_read import read_hf_tokenizer
 from jaxserve.config import ModelConfig, RopeScaling
 from tests.checkpoint.files import edit_config, write_gguf
@@ -62,7 +63,63 @@ def test_linear_scaling_and_none() -> None:
     assert config_of(rope_scaling={"rope_type": "default"}).rope_scaling is None
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", None])
+def test_yarn_and_dynamic_scaling() -> None:
+    yarn = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "beta_fast": 16,
+        "truncate": False,
+    }
+    expected = RopeScaling(
+        "yarn",
+        4.0,
+        original_max_position_embeddings=32768,
+        attention_factor=0.1 * math.log(4) + 1,
+        fast_turns=16.0,
+        whole_pairs=False,
+    )
+    assert config_of(rope_scaling=yarn).rope_scaling == expected
+    with pytest.raises(CheckpointError, match="original_max_position_embeddings=None"):
+        config_of(rope_scaling={"type": "yarn", "factor": 4.0})
+    dynamic = config_of(rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=64)
+    assert dynamic.rope_scaling == RopeScaling("dynamic", 2.0, original_max_position_embeddings=64)
+
+
+LONGROPE = {"short_factor": [1.0] * 7 + [1.25], "long_factor": [float(pair + 1) for pair in range(8)]}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 64, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_phi3s_longrope_under_every_name(kind: str) -> None:
+    """Its length before stretching stands beside the scaling; the two lengths make the attention factor."""
+    expected = RopeScaling(
+        "longrope",
+        original_max_position_embeddings=16,
+        attention_factor=math.sqrt(1 + math.log(4) / math.log(16)),
+        short_factors=tuple(LONGROPE["short_factor"]),
+        long_factors=tuple(LONGROPE["long_factor"]),
+    )
+    assert config_of(**PHI3, rope_scaling={"type": kind, **LONGROPE}).rope_scaling == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"long_factor": ...}, "long_factor=None must be a list of numbers"),
+        ({"short_factor": [1.0, "x"]}, "short_factor=.*must be a list of numbers"),
+        ({"short_factor": [1.0] * 7}, "7 factors.*each of 8 pairs"),
+        ({"long_factor": [0.0] * 8}, "long_factors=.*must be positive"),
+        ({"long_mscale": 1.2}, "long_mscale=1.2"),
+    ],
+)
+def test_longrope_that_does_not_fit_is_refused(changes: dict[str, Any], named: str) -> None:
+    scaling = {key: value for key, value in {"type": "longrope", **LONGROPE, **changes}.items() if value is not ...}
+    with pytest.raises(CheckpointError, match=f"config.json.*{named}"):
+        config_of(**PHI3, rope_scaling=scaling)
+
+
+@pytest.mark.parametrize("kind", ["ntk", "su", None])
 def test_unknown_scaling_is_refused_by_name(kind: Any) -> None:
     with pytest.raises(CheckpointError, match=f"{kind}.*llama3"):
         config_of(rope_scaling={"rope_type": kind, "factor": 2.0})
@@ -80,7 +137,7 @@ def test_llama3_scaling_with_a_missing_number_is_refused() -> None:
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3.*not Llama's"),
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*mixture of experts"),
         ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
-        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "longrope"),
+        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "short_factor=None"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor=0.5",
@@ -179,8 +236,37 @@ def test_gguf_with_other_frequency_factors_is_refused(tmp_path: Path) -> None:
 def test_gguf_scaling_by_name(tmp_path: Path) -> None:
     config = gguf_config(tmp_path, rope__scaling__type="linear", rope__scaling__factor=4.0)
     assert config.rope_scaling == RopeScaling("linear", 4.0)
-    with pytest.raises(CheckpointError, match="yarn"):
-        gguf_config(tmp_path, rope__scaling__type="yarn")
+    lengths = {"rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 64}
+    config = gguf_config(tmp_path, rope__scaling__type="yarn", **lengths)
+    attention_factor = 0.1 * math.log(4) + 1
+    expected = RopeScaling("yarn", 4.0, original_max_position_embeddings=64, attention_factor=attention_factor)
+    assert config.rope_scaling == expected
+    with pytest.raises(CheckpointError, match="rope scaling 'ntk' is not supported"):
+        gguf_config(tmp_path, rope__scaling__type="ntk")
+    with pytest.raises(CheckpointError, match="yarn_ext_factor"):
+        gguf_config(tmp_path, rope__scaling__type="yarn", rope__scaling__yarn_ext_factor=0.5, **lengths)
+
+
+def test_gguf_with_factors_of_both_lengths_is_longrope(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them; its floats have 32 bits."""
+    tensors = {
+        "rope_factors_short.weight": np.asarray(LONGROPE["short_factor"], np.float32),
+        "rope_factors_long.weight": np.asarray(LONGROPE["long_factor"], np.float32) + np.float32(0.1),
+    }
+    keys = {"rope__scaling__original_context_length": 16, "rope__scaling__attn_factor": 1.19}
+    expected = RopeScaling(
+        "longrope",
+        original_max_position_embeddings=16,
+        attention_factor=1.19,
+        short_factors=tuple(LONGROPE["short_factor"]),
+        long_factors=tuple(factor + 0.1 for factor in LONGROPE["long_factor"]),
+    )
+    assert gguf_config(tmp_path, tensors, **keys).rope_scaling == expected
+    with pytest.raises(CheckpointError, match="attn_factor=None"):
+        gguf_config(tmp_path, tensors, rope__scaling__original_context_length=16)
+    del tensors["rope_factors_long.weight"]
+    with pytest.raises(CheckpointError, match="rope_factors_long\\.weight' is missing"):
+        gguf_config(tmp_path, tensors, **keys)
 
 
 def test_gguf_floats_are_the_decimals_that_were_meant(tmp_path: Path) -> None:
@@ -214,6 +300,22 @@ def test_frequency_factors_equal_transformers() -> None:
         plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
         scaled = plain / llama3_frequency_factors(llama3, theta, head_dim)
         np.testing.assert_allclose(scaled, case["inverse_frequencies"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        LLAMA3_SCALING,
+        RopeScaling("linear", 2.0),
+        RopeScaling("dynamic", 2.0, original_max_position_embeddings=128),
+        RopeScaling("yarn", 4.0, original_max_position_embeddings=64, attention_factor=1.5, slow_turns=2.0),
+        RopeScaling("longrope", attention_factor=1.5, short_factors=(1.0,) * 8, long_factors=(4.0,) * 8),
+    ],
+    ids=lambda scaling: scaling.kind,
+)
+def test_scalings_are_written_as_they_are_read(scaling: RopeScaling) -> None:
+    config = config_of(rope_scaling=rope_to_hf(scaling), max_position_embeddings=128)
+    assert config.rope_scaling == scaling
 
 
 # --- ids that end an answer
