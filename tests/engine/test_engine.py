@@ -195,7 +195,9 @@ def test_aborted_requests_free_their_pages_at_once(engine: EngineClient) -> None
 
 
 ODD_SIZES = [
-    EngineConfig(max_model_len=33, max_num_seqs=2, max_num_batched_tokens=2, page_size=1),
+    pytest.param(
+        EngineConfig(max_model_len=33, max_num_seqs=2, max_num_batched_tokens=2, page_size=1), marks=pytest.mark.long
+    ),
     pytest.param(
         EngineConfig(max_model_len=7, max_num_seqs=1, max_num_batched_tokens=1, page_size=3), marks=pytest.mark.long
     ),

@@ -6,9 +6,11 @@ The references are made by `scripts/make_goldens.py`, which tells what is in the
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +83,9 @@ def test_prefill_and_greedy_steps_equal_transformers(name: str, golden: Callable
     assert_near(decode_logits, reference.decode_logits, TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["attention_bias", "mlp_bias", "tied_head"])
+@pytest.mark.parametrize(
+    "name", ["attention_bias", *(pytest.param(name, marks=pytest.mark.long) for name in ("mlp_bias", "tied_head"))]
+)
 def test_logits_are_the_same_on_two_devices(name: str, golden: Callable[[str], Golden]) -> None:
     reference = golden(name)
     model = reference.model(tensor_parallel_size=2)
@@ -103,9 +107,13 @@ def test_a_prompt_in_uneven_chunks_gives_the_logits_of_the_whole(name: str, gold
     assert_near(chunked.decode(reference.tokens[0]), whole.decode(reference.tokens[0]), PADDING_TOLERANCE)
 
 
-@pytest.mark.parametrize("fill", [np.nan, 1e30])
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("bucket", [16, 32, 64])
+def paddings() -> list[Any]:
+    quick = ((16, 1, np.nan), (32, 8, 1e30), (64, 8, np.nan))
+    every = itertools.product((16, 32, 64), (1, 8), (np.nan, 1e30))
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.long) for case in every]
+
+
+@pytest.mark.parametrize(("bucket", "rows", "fill"), paddings())
 def test_padding_changes_nothing(bucket: int, rows: int, fill: float, golden: Callable[[str], Golden]) -> None:
     """Unused pages, the unwritten rest of pages in use, and the hidden states of padding tokens all hold `fill`."""
     reference = golden("grouped_query")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -149,8 +150,13 @@ def test_a_shard_of_a_quantized_weight_is_the_quantized_shard(name: str) -> None
         np.testing.assert_array_equal(dequantize(quantize(w[2:4], 3, config)), dequantize(part))
 
 
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("name", NAMES)
+def formats_and_sizes() -> list[Any]:
+    quick = (("int8", 1), ("int4", 4))
+    every = itertools.product(NAMES, (1, 4))
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.long) for case in every]
+
+
+@pytest.mark.parametrize(("name", "size"), formats_and_sizes())
 def test_random_weights_are_made_quantized_and_in_place(name: str, size: int) -> None:
     config = dataclasses.replace(MODEL_CONFIG, intermediate_size=512, quantization=named(name))
     dense_config = dataclasses.replace(config, quantization=None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +86,13 @@ def test_the_logits_are_those_of_the_weights_that_are_meant(name: str) -> None:
     assert error(actual[:count], expected[:count]) < (0.08 if name == "fp8" else 1e-5)
 
 
-@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.long) for size in (2, 4)), 8])
-@pytest.mark.parametrize("name", NAMES)
+def formats_and_sizes() -> list[Any]:
+    quick = (("fp8", 8), ("int4-32", 8))
+    every = itertools.product(NAMES, (2, 4, 8))
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.long) for case in every]
+
+
+@pytest.mark.parametrize(("name", "size"), formats_and_sizes())
 def test_more_devices_give_the_same_tokens(name: str, size: int) -> None:
     config, params = quantized(name)
     tokens, logits = run(config, params, tensor_parallel_size=size)
