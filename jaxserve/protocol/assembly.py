@@ -91,8 +91,8 @@ class GatheredChoice:
     logprobs: list[PlacedLogprobs] = field(default_factory=list)
 
 
-def new_id(kind: Literal["chatcmpl", "cmpl", "resp", "msg"]) -> str:
-    return f"{kind}{'_' if kind in ('resp', 'msg') else '-'}{uuid.uuid4().hex}"
+def new_id(kind: Literal["chatcmpl", "cmpl", "resp", "msg", "fc"]) -> str:
+    return f"{kind}{'_' if kind in ('resp', 'msg', 'fc') else '-'}{uuid.uuid4().hex}"
 
 
 async def gather(answer: Answer) -> list[GatheredChoice]:

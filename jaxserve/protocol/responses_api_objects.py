@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxserve.protocol.responses import ResponseModel, TokenLogprob
+from jaxserve.protocol.responses_api_tools import NamedResponsesFunction
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -35,6 +36,20 @@ class OutputMessage(_Object):
     content: list[OutputText]
 
 
+class OutputFunctionCall(_Object):
+    """A call of one of the request's functions. It can be sent back too, with what came of it."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: ResponseStatus
+    call_id: str
+    name: str
+    arguments: str  # a JSON object as text
+
+
+OutputItem = OutputMessage | OutputFunctionCall
+
+
 class InputTokensDetails(_Object):
     """Of the input's tokens: those whose KV pages were there already, and those written for the next."""
 
@@ -58,12 +73,8 @@ class IncompleteDetails(_Object):
     reason: Literal["max_output_tokens"]
 
 
-class TextFormat(_Object):
-    type: Literal["text"] = "text"
-
-
 class TextSettings(_Object):
-    format: TextFormat = TextFormat()
+    format: dict[str, Any]  # as it was asked for
 
 
 class ResponseObject(_Object):
@@ -80,14 +91,14 @@ class ResponseObject(_Object):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: bool = True
+    output: list[OutputItem]
+    parallel_tool_calls: bool
     previous_response_id: None = None
     store: Literal[False] = False
     temperature: float
-    text: TextSettings = TextSettings()
-    tool_choice: Literal["auto"] = "auto"
-    tools: list[Any] = Field(default=[])
+    text: TextSettings
+    tool_choice: Literal["none", "auto", "required"] | NamedResponsesFunction
+    tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -112,7 +123,24 @@ class OutputItemEvent(ResponseEvent):
     """`response.output_item.added` or `.done`."""
 
     output_index: int
-    item: OutputMessage
+    item: OutputItem
+
+
+class ArgumentsDeltaEvent(ResponseEvent):
+    """`response.function_call_arguments.delta`; the deltas joined are the arguments."""
+
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDoneEvent(ResponseEvent):
+    """`response.function_call_arguments.done`"""
+
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
 
 
 class _PartEvent(ResponseEvent):

@@ -34,6 +34,7 @@ from jaxserve.protocol.responses import (
 )
 from jaxserve.protocol.responses_api_objects import ResponseEvent, ResponseObject
 from jaxserve.protocol.responses_api_requests import ResponsesRequest
+from jaxserve.protocol.responses_api_tools import own_names
 from jaxserve.protocol.tokenize_requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from jaxserve.protocol.tools import ToolUse
 from jaxserve.sampling_params import SamplingParams
@@ -224,13 +225,7 @@ class OpenAIService:
         self._rules.close()
 
     async def _chat_answer(self, request: ChatCompletionRequest, observer: RequestObserver | None) -> Answer:
-        self._check_generation(request)
-        use = self._rules.tool_use(request)
-        constraint = await self._rules.constraint(request, use)
-        tools = use and [tool.model_dump(exclude_none=True) for tool in request.tools]
-        token_ids = await self._in_thread(lambda: self._prompts.chat(request, tools=tools))
-        prompts = [_EncodedPrompt(token_ids, "messages")]
-        return self._answer("chatcmpl", request, prompts, observer, constraint=constraint, tool_use=use)
+        return await self._conversation_answer("chatcmpl", request, observer, "messages")
 
     async def _completion_answer(self, request: CompletionRequest, observer: RequestObserver | None) -> Answer:
         self._check_generation(request)
@@ -239,10 +234,24 @@ class OpenAIService:
         return self._answer("cmpl", request, prompts, observer, has_echoes=request.echo, constraint=constraint)
 
     async def _response_answer(self, request: ResponsesRequest, observer: RequestObserver | None) -> Answer:
-        chat = request.as_chat()
-        self._check_generation(chat)
-        token_ids = await self._in_thread(lambda: self._prompts.chat(chat, "input"))
-        return self._answer("resp", chat, [_EncodedPrompt(token_ids, "input")], observer)
+        with own_names():
+            return await self._conversation_answer("resp", request.as_chat(), observer, "input")
+
+    async def _conversation_answer(
+        self,
+        kind: Literal["chatcmpl", "resp"],
+        request: ChatCompletionRequest,
+        observer: RequestObserver | None,
+        param: str,
+    ) -> Answer:
+        """Queues a conversation, whose messages errors call `param`."""
+        self._check_generation(request)
+        use = self._rules.tool_use(request)
+        constraint = await self._rules.constraint(request, use)
+        tools = use and [tool.model_dump(exclude_none=True) for tool in request.tools]
+        token_ids = await self._in_thread(lambda: self._prompts.chat(request, param, tools=tools))
+        prompts = [_EncodedPrompt(token_ids, param)]
+        return self._answer(kind, request, prompts, observer, constraint=constraint, tool_use=use)
 
     def _answer(
         self,

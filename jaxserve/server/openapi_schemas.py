@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jaxserve.protocol.messages import UNSUPPORTED_MESSAGE
-from jaxserve.protocol.output_format import UNSUPPORTED_RESPONSE_FORMAT, UNSUPPORTED_STRUCTURED_OUTPUTS
+from jaxserve.protocol.output_format import MAX_NAME_LENGTH, UNSUPPORTED_RESPONSE_FORMAT, UNSUPPORTED_STRUCTURED_OUTPUTS
 from jaxserve.protocol.requests import (
     MAX_MESSAGES,
     MAX_PROMPT_TOKEN_IDS,
@@ -30,6 +30,7 @@ from jaxserve.protocol.requests import (
     UNSUPPORTED_STREAM_OPTIONS,
 )
 from jaxserve.protocol.responses_api_requests import UNSUPPORTED_RESPONSES
+from jaxserve.protocol.responses_api_tools import UNSUPPORTED_FUNCTION, UNSUPPORTED_TEXT
 from jaxserve.protocol.tokenize_requests import UNSUPPORTED_TOKENIZE_CHAT
 from jaxserve.sampling_params import MAX_LOGIT_BIAS
 
@@ -71,6 +72,7 @@ _INPUT_PART: Schema = {
     },
     "additionalProperties": {"type": "null"},
 }  # fmt: skip
+_CALL_ID: Schema = {"type": "string", "minLength": 1}
 _INPUT_MESSAGE: Schema = {
     "type": "object",
     "required": ["role", "content"],
@@ -83,6 +85,45 @@ _INPUT_MESSAGE: Schema = {
     "additionalProperties": {"type": "null"},
 }  # fmt: skip
 
+_NULL: Schema = {"type": "null"}
+_FORMATS: list[Schema] = [
+    {
+        "type": "object",
+        "required": ["type"],
+        "properties": {"type": {"enum": ["text", "json_object"]}},
+        "additionalProperties": _NULL,
+    },
+    {
+        "type": "object",
+        "required": ["type", "name", "schema"],
+        "properties": {
+            "type": {"const": "json_schema"},
+            "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_LENGTH, "pattern": "^[a-zA-Z0-9_-]+$"},
+            "schema": {"type": ["object", "boolean"]},
+            "description": {"type": ["string", "null"]},
+            "strict": {"type": ["boolean", "null"]},
+        },
+        "additionalProperties": _NULL,
+    },
+]
+_OUTPUT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _INPUT_PART}]}
+
+
+def _input_item(form: str, **properties: Schema) -> Schema:
+    return {
+        "type": "object",
+        "required": ["type", *properties],
+        "properties": {"type": {"const": form}, "id": {}, "status": {}, "phase": {}, **properties},
+        "additionalProperties": {"type": "null"},
+    }
+
+
+_INPUT_ITEMS: list[Schema] = [
+    _INPUT_MESSAGE,
+    _input_item("function_call", call_id=_CALL_ID, name={"type": "string"}, arguments={"type": "string"}),
+    _input_item("function_call_output", call_id=_CALL_ID, output=_OUTPUT),
+]
+
 # Schema -> fields that it alone has, checked by hand.
 _BY_HAND_OF: dict[str, dict[str, Schema]] = {
     "CompletionRequest": {"prompt": _PROMPT},
@@ -91,10 +132,11 @@ _BY_HAND_OF: dict[str, dict[str, Schema]] = {
         "input": {
             "anyOf": [
                 {"type": "string"},
-                {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _INPUT_MESSAGE},
+                {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": {"anyOf": _INPUT_ITEMS}},
             ]
         }
     },
+    "AskedText": {"format": {"anyOf": [*_FORMATS, {"type": "null"}]}},
 }
 
 # Schema -> fields that are no error while they ask for nothing, with the values that do. Each of these is read by
@@ -113,6 +155,9 @@ _LENIENT: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "ChatMessage": UNSUPPORTED_MESSAGE,
     "TextPart": {},
     "ResponsesRequest": UNSUPPORTED_RESPONSES,
+    "ResponsesFunction": UNSUPPORTED_FUNCTION,
+    "NamedResponsesFunction": {},
+    "AskedText": UNSUPPORTED_TEXT,
     "TokenizeTextRequest": {},
     "TokenizeChatRequest": UNSUPPORTED_TOKENIZE_CHAT,
     "DetokenizeRequest": {},

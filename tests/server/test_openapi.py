@@ -172,10 +172,21 @@ COMPLETION_BODIES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+FUNCTION = {"type": "function", "name": "f", "parameters": {}}
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 RESPONSES_BODIES: list[dict[str, Any]] = [
     {"input": "hi"}, {"input": [{"role": "user", "content": "hi"}]}, {"input": "hi", "tools": [], "truncation": "disabled"},
     {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}], "id": "x"}]},
     {"input": [{"type": "reasoning"}]}, {"input": [{"role": "tool", "content": "x"}]}, {"input": 5}, {},
+    {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}, "tool_choice": "none"},
+    {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x"}}},
+    {"input": "hi", "text": {"verbosity": "medium"}},
+    {"input": "hi", "text": {"format": {"type": "json_object", "name": "x"}}}, {"input": "hi", "text": {"format": {}}},
+    {"input": "hi", "tools": [FUNCTION], "tool_choice": {"type": "function", "name": "f"}},
+    {"input": "hi", "tools": [{"type": "web_search"}]}, {"input": "hi", "tools": [{**FUNCTION, "defer_loading": False}]},
+    {"input": [{"role": "user", "content": "hi"}, CALL, {"type": "function_call_output", "call_id": "a", "output": "b"}]},
+    {"input": [{**CALL, "arguments": {}}]}, {"input": [{**CALL, "role": None, "id": "x"}]},
+    {"input": [{**CALL, "role": "user"}]},
     {"input": "hi", "truncation": "auto"}, {"input": [{"role": "user", "content": [{"type": "image", "text": "hi"}]}]},
 ]  # fmt: skip
 TOKENIZE_BODIES: list[dict[str, Any]] = [

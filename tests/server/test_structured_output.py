@@ -169,6 +169,24 @@ def test_what_cannot_be_enforced_is_refused(client: openai.OpenAI, body: dict[st
     assert text_of(client, seed=1, extra_body={"structured_outputs": {"choice": ["fine"]}}) == ("fine", "stop")
 
 
+def test_the_responses_route(client: openai.OpenAI) -> None:
+    class Answer(BaseModel):
+        level: int
+        sure: bool
+
+    fields: dict[str, Any] = {"model": MODEL, "input": "Say.", "temperature": 1.5, "extra_body": {"seed": 1}}
+    parsed = client.responses.parse(**fields, max_output_tokens=100, text_format=Answer)
+    assert isinstance(parsed.output_parsed, Answer)
+    cut = client.responses.create(**fields, max_output_tokens=5, text={"format": {"type": "json_object"}})
+    assert (cut.output_text[:1], cut.status) == ("{", "incomplete")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(
+            **fields,
+            text={"format": {"type": "json_schema", "name": "x", "schema": {"properties": {"a": {"not": {}}}}}},
+        )
+    assert refused.value.param == "text.format.schema.properties.a.not"
+
+
 def test_the_client_parses_into_a_class(client: openai.OpenAI) -> None:
     class Inner(BaseModel):
         level: int

@@ -1,4 +1,6 @@
-"""The `openai` package and a real server with a random model: calls that are forced, and an agent of three turns."""
+"""The `openai` package and a real server with a random model: calls that are forced, and an agent of three turns; both
+on the routes of chat completions and of responses.
+"""
 
 from __future__ import annotations
 
@@ -90,3 +92,45 @@ def test_a_stream_of_calls(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**fields).choices[0]
     assert call_in(streamed.message).function.arguments == call_in(whole.message).function.arguments
     assert streamed.finish_reason == whole.finish_reason == "tool_calls"
+
+
+FUNCTIONS: list[Any] = [
+    {"type": "function", "name": name, **TOOLS[place]["function"]} for place, name in enumerate(SCHEMAS)
+]
+HOT_RESPONSE: dict[str, Any] = {
+    "model": MODEL,
+    "temperature": 1.5,
+    "max_output_tokens": 200,
+    "tools": FUNCTIONS,
+    "parallel_tool_calls": False,
+}
+
+
+def function_call_in(output: Any) -> Any:
+    """The only item of an output, which is a call; its arguments satisfy the schema of its function."""
+    (call,) = output
+    assert call.type == "function_call"
+    Draft202012Validator(SCHEMAS[call.name]).validate(json.loads(call.arguments))
+    return call
+
+
+def test_an_agent_on_the_responses_route(client: openai.OpenAI) -> None:
+    given: list[Any] = [{"role": "user", "content": "What is the weather?"}]
+    for turn in range(3):
+        fields: dict[str, Any] = {**HOT_RESPONSE, "input": given, "extra_body": {"seed": turn}}
+        answer = client.responses.create(**fields, tool_choice="required")
+        call = function_call_in(answer.output)
+        given += [*answer.output, {"type": "function_call_output", "call_id": call.call_id, "output": f"result {turn}"}]
+    last = client.responses.create(**{**HOT_RESPONSE, "max_output_tokens": 10}, input=given, tool_choice="none")
+    assert [item.type for item in last.output] == ["message"]
+
+
+def test_a_stream_of_calls_on_the_responses_route(client: openai.OpenAI) -> None:
+    choice: Any = {"type": "function", "name": "sum"}
+    fields: dict[str, Any] = {**HOT_RESPONSE, "input": "Add.", "extra_body": {"seed": 7}, "tool_choice": choice}
+    with client.responses.stream(**fields) as stream:
+        kinds = {event.type for event in stream}
+        streamed = function_call_in(stream.get_final_response().output)
+    whole = function_call_in(client.responses.create(**fields).output)
+    assert (streamed.name, streamed.arguments) == (whole.name, whole.arguments)
+    assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
