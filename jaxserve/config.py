@@ -224,6 +224,8 @@ class EngineConfig:
         max_tpot_ms: how long a step may take at most while somebody decodes, which bounds how much of a prompt rides along;
             None: twice what it takes without any prompt; infinity: as long as it takes.
         enable_prefix_caching: prompts that begin alike share what is computed of them, as long as memory keeps it.
+        kv_offload_gib: GiB of host memory for KV pages that were evicted from the prefix cache, to come back when a prompt
+            matches them; of each engine. 0: none.
         load_format: "auto": weights from the checkpoint; "dummy": seeded random weights of a named architecture, for
             benchmarks.
         quantization: what the weights of a checkpoint that is not quantized are made into as it is loaded ("int4": in groups
@@ -250,6 +252,7 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = "fcfs"
     max_tpot_ms: float | None = None
     enable_prefix_caching: bool = True
+    kv_offload_gib: float = 0.0
     load_format: LoadFormat = "auto"
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDType = "auto"
@@ -299,6 +302,12 @@ class EngineConfig:
             raise ValueError(f"scheduling_policy={self.scheduling_policy!r} must be fcfs, priority or sjf")
         if self.max_tpot_ms is not None and not self.max_tpot_ms > 0.0:
             raise ValueError(f"max_tpot_ms={self.max_tpot_ms} must be positive")
+        if not 0.0 <= self.kv_offload_gib < math.inf:
+            raise ValueError(f"kv_offload_gib={self.kv_offload_gib} must be 0 or a number of GiB")
+        if self.kv_offload_gib and not self.enable_prefix_caching:
+            raise ValueError(
+                f"kv_offload_gib={self.kv_offload_gib} keeps pages of the prefix cache, and enable_prefix_caching is False"
+            )
         if self.max_num_queued_requests < 0:
             raise ValueError(f"max_num_queued_requests={self.max_num_queued_requests} must not be negative")
 

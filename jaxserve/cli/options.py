@@ -48,6 +48,10 @@ PrefixCaching = Annotated[
         help="Share what is computed of prompts that begin alike.",
     ),
 ]
+KvOffloadGib = Annotated[
+    float,
+    typer.Option(metavar="GIB", help="Host memory for what the prefix cache has no room for; 0: none."),
+]
 MaxTpotMs = Annotated[
     float | None,
     typer.Option(

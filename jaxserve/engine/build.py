@@ -18,8 +18,10 @@ from jaxserve.engine.build_drafting import make_drafting
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, Replica
 from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.host_pages import HostPages
+from jaxserve.engine.kv_offload import plan_offload
 from jaxserve.engine.limits import SchedulerLimits
-from jaxserve.engine.memory_plan import MemoryPlan, OutOfMemoryError
+from jaxserve.engine.memory_plan import HostMemory, MemoryPlan, OutOfMemoryError
 from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler
@@ -159,7 +161,9 @@ def build_engine(
     cache_dtype = resolve_cache_dtype(config, dtype)
     model_config, params = place_params(model_config, params, config, mesh, progress)
     device_config = ShardLayout(model_config, mesh.size).device_config
-    limits = plan_limits(device_config, config, mesh, cache_dtype)
+    offload = plan_offload(device_config, config, mesh, cache_dtype)
+    staging = 0 if offload is None else offload.staging_bytes
+    limits = plan_limits(device_config, config, mesh, cache_dtype, reserved=staging)
     device_config = with_longest_sequence(device_config, limits.max_model_len)
     sizes = Sizes(
         max_num_seqs=limits.max_num_seqs,
@@ -185,10 +189,12 @@ def build_engine(
         layerwise=_platform(mesh) == "cpu",
         program_folder=program_folder(),
         drafting=drafting,
+        offload=offload,
     )
     runner.warm_up(progress)
     usable, usable_as = usable_bytes(config, mesh)
-    plan = MemoryPlan(mesh.devices.flat[0].device_kind, runner.memory_use(), usable, usable_as, limits)
+    host = None if offload is None else HostMemory(offload.num_bytes, offload.num_places)
+    plan = MemoryPlan(mesh.devices.flat[0].device_kind, runner.memory_use(), usable, usable_as, limits, host)
     plan.check()
     logger.info("%s", plan.table())
     client = EngineClient(
@@ -204,6 +210,9 @@ def build_engine(
         scheduler=Scheduler(
             limits,
             prefix_caching=config.enable_prefix_caching,
+            host_pages=None
+            if runner.page_copier is None
+            else HostPages(runner.page_copier.num_places, runner.page_copier.room),
             order=SchedulingOrder(config.scheduling_policy),
             pace=StepPace(
                 buckets.prefill_tokens, goal=None if config.max_tpot_ms is None else config.max_tpot_ms / 1e3
@@ -237,8 +246,13 @@ def build_dummy_engine(
     return build_engine(model_config, params, config, progress, replica)
 
 
-def plan_limits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, cache_dtype: jnp.dtype) -> SchedulerLimits:
+def plan_limits(
+    model_config: ModelConfig, config: EngineConfig, mesh: Mesh, cache_dtype: jnp.dtype, *, reserved: int = 0
+) -> SchedulerLimits:
     """Sizes that the configuration leaves open, from the device and its free memory.
+
+    Args:
+        reserved: bytes of each device that are needed for something else.
 
     Raises:
         OutOfMemoryError, ValueError: as `build_engine`.
@@ -257,7 +271,7 @@ def plan_limits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, cac
         num_pages = config.num_pages
         _check_pages(num_pages, page_bytes, mesh)
     else:
-        free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs)
+        free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs) - reserved
         num_pages = min(pages_wanted, free // page_bytes)
         if num_pages < 1:
             raise OutOfMemoryError(

@@ -17,6 +17,7 @@ import numpy as np
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import sequence as sequences
 from jaxserve.engine.draft_lengths import SpeculativeStats
+from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.prefix_cache import CacheDomain
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, Request, RequestError, RequestOutput
@@ -55,6 +56,7 @@ class EngineStats:
     step_times: TimeCounts
     device_kind: str
     speculative: SpeculativeStats | None = None  # of an engine that speculates
+    kv_offload: OffloadStats | None = None  # of an engine that keeps pages in host memory
     replicas: tuple[EngineStats | None, ...] = ()  # of an engine that has several; None: does not run at the moment
 
 
@@ -236,6 +238,7 @@ class EngineClient:
             step_times=self._loop.step_times.read(),
             device_kind=self.device_kind,
             speculative=scheduler.speculative_stats,
+            kv_offload=scheduler.pages.offload_stats,
         )
 
     def busy_times(self) -> tuple[float, float]:

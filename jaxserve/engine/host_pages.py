@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 OwnerT = TypeVar("OwnerT")
@@ -40,6 +40,13 @@ class OffloadStats:
     num_restored: int
     num_dropped: int
     hit_tokens: int
+
+    @staticmethod
+    def sum(parts: Sequence[OffloadStats]) -> OffloadStats | None:
+        """Of several engines; None: none of them keeps pages in host memory."""
+        if not parts:
+            return None
+        return OffloadStats(*(sum(values) for values in zip(*(astuple(part) for part in parts), strict=True)))
 
 
 class HostPages(Generic[OwnerT]):

@@ -153,6 +153,7 @@ class EngineLoop:
             self._on_failure(error)
             self._fail_live_requests("the engine failed")
         finally:
+            self._runner.close()
             del self._runner  # so that the device is free even while somebody holds on to a stream, and it to this
 
     def _loop(self) -> None:

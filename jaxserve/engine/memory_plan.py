@@ -20,16 +20,26 @@ class MemoryUse:
     Attributes:
         slots: what the device keeps of each sequence that runs, apart from keys and values.
         work_space: what the neediest compiled program takes beside its arguments, activations included.
+        staging: what pages take at most on their way to host memory and back.
     """
 
     weights: int
     kv_cache: int
     slots: int
     work_space: int
+    staging: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.slots + self.work_space
+        return self.weights + self.kv_cache + self.slots + self.work_space + self.staging
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of host memory for KV pages, and how many those are."""
+
+    num_bytes: int
+    num_pages: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class MemoryPlan:
     Attributes:
         usable: bytes of one device that may be taken.
         usable_as: what those are, in words.
+        host: what is taken beside the device; None: nothing.
     """
 
     device: str
@@ -46,6 +57,7 @@ class MemoryPlan:
     usable: int
     usable_as: str
     limits: SchedulerLimits
+    host: HostMemory | None = None
 
     @property
     def left(self) -> int:
@@ -63,7 +75,7 @@ class MemoryPlan:
         raise OutOfMemoryError(
             f"the engine needs {_gib(self.use.total)} GiB of {_gib(self.usable)} GiB ({self.usable_as}): weights "
             f"{_gib(self.use.weights)}, KV pages {_gib(self.use.kv_cache)}, slots {_gib(self.use.slots)}, work space "
-            f"{_gib(self.use.work_space)}; {remedy}"
+            f"{_gib(self.use.work_space + self.use.staging)}; {remedy}"
         )
 
     def table(self) -> str:
@@ -75,10 +87,18 @@ class MemoryPlan:
             ("KV pages", self.use.kv_cache, f"{limits.num_pages:,} of {limits.page_size} tokens"),
             ("slots", self.use.slots, f"{limits.max_num_seqs:,} sequences at once"),
             ("work space", self.use.work_space, "of the largest step, activations included"),
-            ("left", self.left, f"of {_gib(self.usable)} GiB: {self.usable_as}"),
         ]
+        if self.use.staging:
+            rows.append(("page copies", self.use.staging, "on their way to host memory and back, at most"))
+        rows.append(("left", self.left, f"of {_gib(self.usable)} GiB: {self.usable_as}"))
         lines = [f"{name:<12}{_gib(size):>9}  {note}".rstrip() for name, size, note in rows]
-        return "\n".join([f"memory of each device ({self.device}), GiB:", *lines, self._capacity(tokens)])
+        text = "\n".join([f"memory of each device ({self.device}), GiB:", *lines, self._capacity(tokens)])
+        if self.host is not None:
+            more = self.host.num_pages * limits.page_size
+            text += (
+                f"\nand {_gib(self.host.num_bytes)} GiB of host memory {more:,} tokens of prompts that were here before"
+            )
+        return text
 
     def _capacity(self, tokens: int) -> str:
         limits = self.limits

@@ -16,6 +16,7 @@ from typing import TypeVar
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, EngineStats, Replica
 from jaxserve.engine.draft_lengths import SpeculativeStats
+from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestOutput, token_bytes
 from jaxserve.engine.stream import GenerationStream
 from jaxserve.engine.time_histogram import TimeCounts
@@ -284,6 +285,7 @@ def _combined(replicas: Sequence[EngineStats | None], device_kind: str) -> Engin
         step_times=TimeCounts.sum([stats.step_times for stats in running]),
         speculative=SpeculativeStats.sum([stats.speculative for stats in running if stats.speculative is not None]),
         device_kind=device_kind,
+        kv_offload=OffloadStats.sum([stats.kv_offload for stats in running if stats.kv_offload is not None]),
         replicas=tuple(replicas),
     )
 

@@ -22,6 +22,7 @@ from jaxserve.engine.decode_state import DecodeState, empty_state
 from jaxserve.engine.device_batch import Bucket, Sizes, pack
 from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.executors import ForwardCompiler, ForwardExecutor
+from jaxserve.engine.kv_offload import OffloadSizes, PageCopier
 from jaxserve.engine.memory_plan import MemoryUse
 from jaxserve.engine.processor_state import (
     ProcessorState,
@@ -85,6 +86,7 @@ class Runner(Protocol):
     def launch_sample(self, logits: Any, masks: np.ndarray | None = None) -> Any: ...
     def is_ready(self, pending: Any) -> bool: ...
     def fetch(self, pending: Any) -> SampledTokens: ...
+    def close(self) -> None: ...
 
 
 class ModelRunner:
@@ -94,6 +96,7 @@ class ModelRunner:
         layerwise: run the forward pass layer by layer (see `jaxserve.engine.executors`).
         program_folder: where compiled programs are kept between starts; None: nowhere.
         drafting: what drafts tokens; None: the engine does not speculate.
+        offload: host memory for pages of the KV cache; None: none is taken.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class ModelRunner:
         layerwise: bool,
         program_folder: Path | None = None,
         drafting: Drafting | None = None,
+        offload: OffloadSizes | None = None,
     ) -> None:
         self._params = params
         self._sizes = sizes
@@ -126,6 +130,7 @@ class ModelRunner:
         self._mask_words = num_words(config.vocab_size)
         self._cache = zero_cache(config, sizes, mesh, cache_dtype)
         self._state: DecodeState = jax.device_put(empty_state(sizes, speculates=drafting is not None), self._replicated)
+        self.page_copier = None if offload is None else PageCopier(offload, self._cache, mesh)
         self._processors: ProcessorState = jax.device_put(
             empty_processors(sizes.max_num_seqs, config.vocab_size), self._replicated
         )
@@ -170,6 +175,8 @@ class ModelRunner:
                     future.result()
                 advance(1)
             self._set_slot, self._prompt_logprobs = set_slot.result(), prompt_logprobs.result()
+        if self.page_copier is not None:
+            self.page_copier.compile(self._programs, self._cache)
         self._programs.remove_unused()
         if not self._layerwise:
             self._rehearse()
@@ -198,7 +205,9 @@ class ModelRunner:
                 empty = np.zeros((0, self._mask_words), np.int32)
                 nothing = self._padded_masks(empty, nobody, bucket, len(result.slots))
                 self._run_sampling(mode, result.logits, result.slots, nothing)
-        jax.block_until_ready(self._state)
+        if self.page_copier is not None:
+            self._cache = self.page_copier.rehearse(self._cache)
+        jax.block_until_ready((self._cache, self._state))
 
     def memory_use(self) -> MemoryUse:
         """What everything takes of one device; after `warm_up`."""
@@ -208,15 +217,26 @@ class ModelRunner:
         if self._speculator is not None:
             programs += self._speculator.programs
             drafter_params, drafter_memory = self._speculator.params, self._speculator.memory
+        staging = 0
+        if self.page_copier is not None:
+            programs += self.page_copier.programs
+            staging = self.page_copier.staging_bytes
         return MemoryUse(
             weights=_device_bytes((self._params, drafter_params)),
             kv_cache=_device_bytes((self._cache, drafter_memory)),
+            staging=staging,
             slots=_device_bytes((self._state, self._processors)),
             work_space=max(_work_space(program) for program in programs),
         )
 
     def launch_forward(self, batch: ScheduledBatch) -> PendingLogits:
-        """Starts a step's forward pass and returns at once."""
+        """Starts a step's forward pass, after the copies of pages that it needs, and returns at once."""
+        if batch.copies:
+            if self.page_copier is None:
+                raise ValueError(
+                    f"{len(batch.copies)} pages are to be copied, and the runner has no host memory for them"
+                )
+            self._cache = self.page_copier.run(self._cache, batch.copies)
         bucket = self._buckets.for_batch(batch)
         packed = jax.device_put(pack(batch, bucket, self._sizes), self._replicated)
         if self._speculator is not None:
@@ -314,6 +334,11 @@ class ModelRunner:
             logprobs=None if pending.logprobs is None else _logprob_rows((pending.logprobs,), rows),
             prompt_logprobs=_logprob_rows(pending.prompt_logprobs) if pending.prompt_logprobs else None,
         )
+
+    def close(self) -> None:
+        """Ends the threads that it has; it cannot be used any more."""
+        if self.page_copier is not None:
+            self.page_copier.close()
 
     def _mode_for(self, batch: ScheduledBatch, modes: tuple[SamplingMode, ...]) -> SamplingMode:
         """The cheapest compiled kind of sampling that serves every row of a step that samples."""

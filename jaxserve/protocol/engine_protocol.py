@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from jaxserve.config import ModelConfig
+from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.request import RequestOutput
 from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.sampling_params import SamplingParams
@@ -65,6 +66,11 @@ class Stats(Protocol):
     def step_times(self) -> TimeCounts: ...
     @property
     def device_kind(self) -> str: ...
+    @property
+    def kv_offload(self) -> OffloadStats | None:
+        """Of KV pages in host memory; None: none are kept there."""
+        ...
+
     @property
     def replicas(self) -> Sequence[Stats | None]:
         """Of each of several engines behind this one; None: it does not run. Empty where it is one."""

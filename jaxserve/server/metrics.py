@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
+from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.time_histogram import TimeCounts, TimeHistogram
 from jaxserve.protocol.engine_protocol import Stats
 from jaxserve.protocol.observer import RequestCourse
@@ -216,6 +217,7 @@ def _of_replicas(replicas: Sequence[Stats | None]) -> Iterator[Metric]:
 
 
 def _gauges(stats: Stats) -> list[tuple[str, str, float]]:
+    offload = stats.kv_offload
     used = 1 - stats.num_free_pages / stats.num_pages if stats.num_pages else 0.0
     return [
         ("num_requests_running", "Sequences that run.", stats.num_running),
@@ -224,6 +226,7 @@ def _gauges(stats: Stats) -> list[tuple[str, str, float]]:
         ("last_step_seconds", "Duration of the engine's last step.", stats.last_step_ms / 1000),
         ("host_gap", "Share of the time with work in which the device waited for the host.", stats.host_gap),
         ("uptime_seconds", "Since the engine was built.", stats.uptime_s),
+        *([] if offload is None else [("kv_offload_pages", "KV pages in host memory.", offload.num_used)]),
     ]
 
 
@@ -235,4 +238,14 @@ def _counters(stats: Stats) -> list[tuple[str, str, float]]:
         ("engine_steps", "Steps of the engine.", stats.num_steps),
         ("engine_busy_seconds", "Time in which the engine had work.", stats.busy_s),
         ("engine_device_idle_seconds", "Of that, time in which the device waited for the host.", stats.device_idle_s),
+        *([] if stats.kv_offload is None else _offload_counters(stats.kv_offload)),
+    ]
+
+
+def _offload_counters(offload: OffloadStats) -> list[tuple[str, str, float]]:
+    return [
+        ("kv_offload_stored_pages", "KV pages that were evicted to host memory.", offload.num_stored),
+        ("kv_offload_restored_pages", "KV pages that came back from host memory.", offload.num_restored),
+        ("kv_offload_dropped_pages", "KV pages that were evicted for good.", offload.num_dropped),
+        ("kv_offload_hit_tokens", "Tokens that were not computed, since their pages came back.", offload.hit_tokens),
     ]

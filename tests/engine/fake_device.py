@@ -60,6 +60,7 @@ class FakeRunner:
 
     Attributes:
         launched: every step, in order.
+        is_closed: whether its engine has ended.
     """
 
     def __init__(self, limits: SchedulerLimits, before_fetch: Callable[[int], None] = lambda step: None) -> None:
@@ -71,6 +72,7 @@ class FakeRunner:
         self._before_fetch = before_fetch
         self._num_fetched = 0
         self.launched: list[ScheduledBatch] = []
+        self.is_closed = False
 
     def launch_forward(self, batch: ScheduledBatch) -> FakePending:
         self.launched.append(batch)
@@ -114,6 +116,9 @@ class FakeRunner:
         self._before_fetch(self._num_fetched)
         self._num_fetched += 1
         return pending[1]
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def _check_slot(self, slot: int) -> int:
         if not 0 <= slot < self._max_num_seqs:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.protocol.observer import RequestCourse
 from jaxserve.protocol.prompts import PromptBuilder
 from jaxserve.server.metrics import ALIASED, Metrics
@@ -124,3 +125,13 @@ def test_replicas_are_told_apart_by_a_label() -> None:
     assert value(text, "jaxserve:engine_step_seconds_count", engine="0") == 0
     running = [name for name in values(text) if name[0] == "jaxserve:num_requests_running"]
     assert len(running) == 2  # none of the one that does not run, and no sum beside them
+
+
+def test_pages_in_host_memory_are_told_where_there_are_any() -> None:
+    offload = OffloadStats(num_places=9, num_used=4, num_stored=7, num_restored=3, num_dropped=2, hit_tokens=48)
+    parts = FakeStats(num_running=0, num_waiting=0), FakeStats(num_running=0, num_waiting=0, kv_offload=offload)
+    text = Metrics(ServiceSlot(fake_service(FakeEngine(say("a"), replicas=parts)))).exposition().decode()
+    assert value(text, "jaxserve:kv_offload_pages", engine="1") == 4
+    for name, expected in (("stored_pages", 7), ("restored_pages", 3), ("dropped_pages", 2), ("hit_tokens", 48)):
+        assert value(text, f"jaxserve:kv_offload_{name}_total", engine="1") == expected
+    assert not [name for name in values(text) if "kv_offload" in name[0] and ("engine", "0") in name[1]]

@@ -1,0 +1,150 @@
+"""A real, tiny model whose pages go to host memory gives what it gives without, over several devices and in float8 too."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import build
+from jaxserve.engine.build import make_engine_mesh
+from jaxserve.engine.client import EngineClient
+from jaxserve.engine.host_pages import OffloadStats
+from jaxserve.engine.kv_offload import available_memory, plan_offload
+from jaxserve.engine.memory_plan import OutOfMemoryError
+from jaxserve.sampling_params import SamplingParams
+from tests.engine.test_prefix_engine import SIZES, shared_requests
+from tests.tiny_engine import MODEL_CONFIG, TIMEOUT, Answer, ask, tiny_engine
+
+GIB = 1024**3
+PAGE_BYTES = 4 * 2 * MODEL_CONFIG.num_layers * MODEL_CONFIG.num_kv_heads * MODEL_CONFIG.head_dim * 4
+HOST_PAGES = 60
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineClient]:
+    with tiny_engine(EngineConfig(**SIZES, kv_offload_gib=HOST_PAGES * PAGE_BYTES / GIB)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[EngineClient]:
+    with tiny_engine(EngineConfig(**SIZES, enable_prefix_caching=False)) as engine:
+        yield engine
+
+
+def offload(engine: EngineClient) -> OffloadStats:
+    stats = engine.stats().kv_offload
+    assert stats is not None
+    return stats
+
+
+def test_random_traffic_gives_what_it_gives_without(engine: EngineClient, plain: EngineClient) -> None:
+    requests = shared_requests(40, seed=3)
+    rng = random.Random(4)
+    answers: list[Answer] = []
+    aborted: set[int] = set()
+    for number, (prompt, sampling) in enumerate(requests):
+        answers.append(Answer(engine, prompt, sampling))
+        for _ in range(rng.choice([0, 1, 4, 12])):
+            unfinished = [answer for answer in answers if not all(answer.reasons)]
+            if unfinished:
+                rng.choice(unfinished).next()
+        if rng.random() < 0.2:
+            victim = rng.randrange(number + 1)
+            engine.abort(answers[victim].request_id)
+            aborted.add(victim)
+        if rng.random() < 0.05:
+            engine.flush_prefix_cache().result(TIMEOUT)
+    together = [answer.wait() for answer in answers]
+    stats = offload(engine)
+    assert stats.num_restored > 5
+    assert stats.num_used <= stats.num_places == HOST_PAGES
+    for number, (prompt, sampling) in enumerate(requests):
+        alone = Answer(plain, prompt, sampling).wait()
+        if number in aborted:
+            alone = [choice[: len(given)] for choice, given in zip(alone, together[number], strict=True)]
+        assert together[number] == alone
+    engine.flush_prefix_cache().result(TIMEOUT)
+    after = engine.stats()
+    assert (after.num_free_pages, after.num_cached_pages, offload(engine).num_used) == (after.num_pages, 0, 0)
+
+
+def fill(engine: EngineClient, first: int) -> None:
+    """Takes every page for others' tokens."""
+    for number in range(2):
+        ask(engine, [first + number] * 60, SamplingParams(max_tokens=3, **GREEDY))
+
+
+def test_a_prompt_comes_back_whole(engine: EngineClient, plain: EngineClient) -> None:
+    prompt, sampling = list(range(3, 44)), SamplingParams(max_tokens=12, **GREEDY)
+    expected = ask(plain, prompt, sampling)
+    assert ask(engine, prompt, sampling) == expected
+    fill(engine, 45)
+    before = offload(engine)
+    answer = Answer(engine, prompt, sampling)
+    assert answer.next().num_cached_tokens == 40
+    assert answer.wait()[0] == expected
+    after = offload(engine)
+    assert after.num_restored - before.num_restored >= 5
+    assert after.hit_tokens - before.hit_tokens == 4 * (after.num_restored - before.num_restored)
+
+
+def test_float8_over_two_devices_comes_back_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, build.__name__)
+    few = {**SIZES, "max_num_seqs": 1}
+    config = EngineConfig(
+        **few, kv_cache_dtype="fp8", tensor_parallel_size=2, kv_offload_gib=HOST_PAGES * PAGE_BYTES / GIB
+    )
+    prompt, sampling = list(range(3, 44)), SamplingParams(max_tokens=12, **GREEDY)
+    with tiny_engine(config) as engine:
+        assert offload(engine).num_places == 4 * HOST_PAGES  # float8 takes a quarter
+        expected = ask(engine, prompt, sampling)
+        fill(engine, 45)
+        assert ask(engine, prompt, sampling) == expected
+        assert offload(engine).num_restored >= 5
+    (table,) = [record.getMessage() for record in caplog.records if "memory of each device" in record.getMessage()]
+    assert re.search(r"^page copies +0\.00  on their way", table, re.MULTILINE)
+    assert table.endswith("and 0.00 GiB of host memory 960 tokens of prompts that were here before")
+
+
+def test_more_host_memory_than_there_is() -> None:
+    def plan(gib: float, **options: Any) -> Any:
+        config = EngineConfig(device="cpu", kv_offload_gib=gib, **options)
+        return plan_offload(MODEL_CONFIG, config, make_engine_mesh(config), jnp.dtype(jnp.float32))
+
+    assert plan(0.0) is None
+    available = available_memory() / GIB
+    with pytest.raises(
+        OutOfMemoryError, match=r"--kv-offload-gib \S+ is more than the \S+ GiB of host memory that are"
+    ):
+        plan(available + 1)
+    with pytest.raises(OutOfMemoryError, match="for each of 2 replicas is more than"):
+        plan(available * 0.6, data_parallel_size=2)
+    with pytest.raises(OutOfMemoryError, match=r"no room for one KV page of 8192 bytes: use 0\.00000[78]"):
+        plan(1e-9)
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
+    assert available_memory(tmp_path, tmp_path) == 5000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert available_memory(tmp_path, tmp_path) == 5000 * 1024
+    (tmp_path / "memory.max").write_text("3000\n")
+    assert available_memory(tmp_path, tmp_path) == 2000
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"kv_offload_gib=-1.* must be 0 or a number of GiB"):
+        EngineConfig(kv_offload_gib=-1.0)
+    with pytest.raises(ValueError, match="pages of the prefix cache, and enable_prefix_caching is False"):
+        EngineConfig(kv_offload_gib=1.0, enable_prefix_caching=False)
