@@ -16,15 +16,17 @@ import numpy as np
 from jaxserve.bench.floor import Ceiling
 from jaxserve.config import ModelConfig
 from jaxserve.kernels.decode_attention import decode_attention
-from jaxserve.kernels.decode_matmul import decode_matmul, decode_matmul_swiglu
 from jaxserve.kernels.prefill_attention import prefill_attention
 from jaxserve.kernels.rope_write_kv import rope_write_kv
+from jaxserve.models.linear import column_parallel, head_scores, row_parallel, swiglu
+from jaxserve.sharding.collectives import Collectives
 
 _CACHE_BYTES = 400_000_000  # several times the last-level cache: the calls go round so much of weights or KV pages
 _MOST_COPIES = 16
 _REPETITIONS = 7
 
 Step = Callable[[int, jax.Array, Any], tuple[jax.Array, Any]]
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,15 @@ def kernel_cases(
     head_dim, hidden = config.head_dim, config.hidden_size
     qkv = (config.num_heads + 2 * config.num_kv_heads) * head_dim
     products = (
-        ("qkv", hidden, qkv, False),
-        ("output", config.num_heads * head_dim, hidden, False),
-        ("gate-up", hidden, config.intermediate_size, True),
-        ("down", config.intermediate_size, hidden, False),
-        ("head", hidden, config.vocab_size, False),
+        ("qkv", (hidden, qkv), partial(column_parallel, bias=None)),
+        ("output", (config.num_heads * head_dim, hidden), _row_parallel),
+        ("gate-up", (hidden, 2, config.intermediate_size), partial(swiglu, bias=None)),
+        ("down", (config.intermediate_size, hidden), _row_parallel),
+        ("head", (hidden, config.vocab_size), head_scores),
     )
-    for name, inputs, outputs, gated in products:
+    for name, shape, product in products:
         for count in rows:
-            yield _product_case(name, count, inputs, outputs, dtype, gated=gated)
+            yield _product_case(name, count, shape, dtype, product)
     for batch, length in attention:
         yield _decode_attention_case(config, batch, length, dtype, page_size)
     for tokens in prefill:
@@ -130,21 +132,24 @@ def _draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array
 
 
 def _random(seed: int, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return _draw(jax.random.key(seed), shape, dtype)
+    return _draw(jax.random.key(seed, impl="rbg"), shape, dtype)  # which compiles and runs in no time
 
 
-def _product_case(name: str, rows: int, inputs: int, outputs: int, dtype: jnp.dtype, *, gated: bool) -> KernelCase:
-    weights = (2 if gated else 1) * inputs * outputs
+def _row_parallel(x: jax.Array, weight: jax.Array) -> jax.Array:
+    product = row_parallel(x, weight, None, Collectives(1))
+    return product if product.ndim == 2 else product.sum(axis=0)  # in a step the norm that follows adds the parts up
+
+
+def _product_case(name: str, rows: int, shape: tuple[int, ...], dtype: jnp.dtype, product: Product) -> KernelCase:
+    inputs, outputs, weights = shape[0], shape[-1], math.prod(shape)
     num_bytes = dtype.itemsize * (weights + rows * (inputs + outputs))
 
     def make() -> tuple[jax.Array, Any, Step]:
-        shape = (inputs, 2, outputs) if gated else (inputs, outputs)
         first = _random(1, shape, dtype)
         copies = [jnp.array(first, copy=True) for _ in range(_copies(weights * dtype.itemsize))]
 
         def step(number: int, x: jax.Array, arrays: Any) -> tuple[jax.Array, Any]:
-            weight = arrays[number % len(arrays)]
-            out = decode_matmul_swiglu(x, weight) if gated else decode_matmul(x, weight)
+            out = product(x, arrays[number % len(arrays)])
             return x + out[:, :1].astype(dtype) * jnp.asarray(1e-3, dtype), arrays
 
         return _random(99, (rows, inputs), dtype), copies, step
