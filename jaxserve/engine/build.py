@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import make_buckets
-from jaxserve.engine.build_drafting import make_drafting
+from jaxserve.engine.build_drafting import Model, check_draft_model, draft_bytes_per_token, make_drafting
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, Replica
 from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.draft_lengths import DraftLengths
@@ -29,6 +29,7 @@ from jaxserve.engine.step_pace import StepPace
 from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.params import LlamaParams, init_params
+from jaxserve.models.presets import preset_config
 from jaxserve.models.quantize_params import quantize_params
 from jaxserve.models.rope import with_longest_sequence
 from jaxserve.models.shard_layout import ShardLayout
@@ -149,21 +150,28 @@ def build_engine(
     config: EngineConfig,
     progress: Progress,
     replica: Replica = ONLY_REPLICA,
+    draft: Model | None = None,
 ) -> EngineClient:
     """Plans memory, compiles every program and starts the engine thread, of one replica.
 
+    Args:
+        draft: the model that drafts, where `config.speculative` asks for one, as its checkpoint has it.
+
     Raises:
         OutOfMemoryError: too little memory for the KV cache that is asked for.
-        ValueError: sizes that do not go together.
+        ValueError: sizes or models that do not go together.
     """
+    check_draft_model(config.speculative, model_config, draft)
     mesh = make_engine_mesh(config, replica.index)
     dtype = resolve_dtype(config, mesh)
     cache_dtype = resolve_cache_dtype(config, dtype)
     model_config, params = place_params(model_config, params, config, mesh, progress)
     device_config = ShardLayout(model_config, mesh.size).device_config
+    draft = None if draft is None else _place_draft(draft, config, mesh, progress)
     offload = plan_offload(device_config, config, mesh, cache_dtype)
     staging = 0 if offload is None else offload.staging_bytes
-    limits = plan_limits(device_config, config, mesh, cache_dtype, reserved=staging)
+    draft_bytes = draft_bytes_per_token(draft, cache_dtype)
+    limits = plan_limits(device_config, config, mesh, cache_dtype, draft_bytes, reserved=staging)
     device_config = with_longest_sequence(device_config, limits.max_model_len)
     sizes = Sizes(
         max_num_seqs=limits.max_num_seqs,
@@ -178,7 +186,11 @@ def build_engine(
         few_programs=_platform(mesh) == "cpu",
         num_speculative_tokens=0 if config.speculative is None else config.speculative.num_speculative_tokens,
     )
-    drafting = None if config.speculative is None else make_drafting(config.speculative, limits)
+    drafting = None
+    if config.speculative is not None:
+        if draft is not None:
+            draft = Model(with_longest_sequence(draft.config, limits.max_model_len), draft.params)
+        drafting = make_drafting(config.speculative, Model(device_config, params), draft, sizes, mesh, cache_dtype)
     runner = ModelRunner(
         device_config,
         params,
@@ -188,8 +200,8 @@ def build_engine(
         cache_dtype=cache_dtype,
         layerwise=_platform(mesh) == "cpu",
         program_folder=program_folder(),
-        drafting=drafting,
         offload=offload,
+        drafting=drafting,
     )
     runner.warm_up(progress)
     usable, usable_as = usable_bytes(config, mesh)
@@ -232,26 +244,52 @@ def build_engine(
     return client
 
 
+def _place_draft(draft: Model, config: EngineConfig, mesh: Mesh, progress: Progress) -> Model:
+    """The draft model on the engine's devices, as they run it."""
+    draft_config, params = place_params(draft.config, draft.params, _config_of_draft(config), mesh, progress)
+    return Model(ShardLayout(draft_config, mesh.size).device_config, params)
+
+
+def _config_of_draft(config: EngineConfig) -> EngineConfig:
+    """What the configuration says of the draft model's weights."""
+    quantization = None if config.speculative is None else config.speculative.quantization
+    return dataclasses.replace(config, quantization=quantization)  # pyright: ignore[reportArgumentType] - it checks that
+
+
 def build_dummy_engine(
     model_config: ModelConfig, config: EngineConfig, progress: Progress, replica: Replica = ONLY_REPLICA
 ) -> EngineClient:
-    """An engine with seeded random weights, made on the devices: for benchmarks."""
+    """An engine with seeded random weights, made on the devices: for benchmarks. So is a draft model, of a named shape."""
+    target = _dummy_model(model_config, config, progress, replica)
+    draft = None
+    if config.speculative is not None and config.speculative.model is not None:
+        draft = _dummy_model(preset_config(config.speculative.model), _config_of_draft(config), progress, replica)
+    return build_engine(target.config, target.params, config, progress, replica, draft)
+
+
+def _dummy_model(model_config: ModelConfig, config: EngineConfig, progress: Progress, replica: Replica) -> Model:
     mesh = make_engine_mesh(config, replica.index)
     quantization = wanted_quantization(model_config, config)
     if quantization is not None:
         model_config = dataclasses.replace(model_config, quantization=quantization)
     with progress.task("making random weights", None, "arrays"):
         shardings = ShardLayout(model_config, mesh.size).source_shardings(mesh)
-        params = init_params(model_config, config.seed or 0, resolve_dtype(config, mesh), shardings)
-    return build_engine(model_config, params, config, progress, replica)
+        return Model(model_config, init_params(model_config, config.seed or 0, resolve_dtype(config, mesh), shardings))
 
 
 def plan_limits(
-    model_config: ModelConfig, config: EngineConfig, mesh: Mesh, cache_dtype: jnp.dtype, *, reserved: int = 0
+    model_config: ModelConfig,
+    config: EngineConfig,
+    mesh: Mesh,
+    cache_dtype: jnp.dtype,
+    draft_bytes_per_token: int = 0,
+    *,
+    reserved: int = 0,
 ) -> SchedulerLimits:
     """Sizes that the configuration leaves open, from the device and its free memory.
 
     Args:
+        draft_bytes_per_token: that a draft model keeps of each token beside the model, over all devices.
         reserved: bytes of each device that are needed for something else.
 
     Raises:
@@ -266,7 +304,8 @@ def plan_limits(
         wanted = min(wanted, _LOCAL_CONTEXT)
     num_longest = 1 if config.mode in _SEQUENCES_OF_MODE else max_num_seqs  # that the cache is to hold
     pages_wanted = num_longest * -(-wanted // config.page_size)
-    page_bytes = config.page_size * kv_bytes_per_token(model_config, cache_dtype) // mesh.size
+    token_bytes = kv_bytes_per_token(model_config, cache_dtype) + draft_bytes_per_token
+    page_bytes = config.page_size * token_bytes // mesh.size
     if config.num_pages is not None:
         num_pages = config.num_pages
         _check_pages(num_pages, page_bytes, mesh)

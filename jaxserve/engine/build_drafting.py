@@ -2,22 +2,105 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.config import ModelConfig
+from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.drafters import PromptLookup
-from jaxserve.engine.limits import SchedulerLimits
+from jaxserve.engine.model_drafter import ModelDrafter
+from jaxserve.engine.runner import zero_cache
 from jaxserve.engine.speculator import Drafting
+from jaxserve.models.kv_cache import kv_bytes_per_token, kv_cache_specs
+from jaxserve.models.params import LlamaParams, param_specs
+from jaxserve.sharding.collectives import Collectives
+from jaxserve.sharding.placement import partition_specs
 from jaxserve.speculative_config import SpeculativeConfig
 
 
-def make_drafting(config: SpeculativeConfig, limits: SchedulerLimits) -> Drafting:
+@dataclass(frozen=True)
+class Model:
+    """A model and its arrays: as a checkpoint has them, or as devices run them."""
+
+    config: ModelConfig
+    params: LlamaParams
+
+
+def check_draft_model(config: SpeculativeConfig | None, target: ModelConfig, draft: Model | None) -> None:
+    """Raises:
+    ValueError: a draft model that is missing, not asked for, or of another vocabulary.
+    """
+    wants_one = config is not None and config.method == "draft_model"
+    if wants_one != (draft is not None):
+        raise ValueError(
+            f"speculative={config} {'needs' if wants_one else 'takes no'} draft model beside the model that is served"
+        )
+    if draft is not None and draft.config.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the draft model has a vocabulary of {draft.config.vocab_size} tokens, the model one of {target.vocab_size}: "
+            "drafts are token ids, so use a draft model of the same family"
+        )
+
+
+def draft_bytes_per_token(draft: Model | None, cache_dtype: jnp.dtype) -> int:
+    """Bytes that the draft model's own KV cache takes for each token, over all devices."""
+    return 0 if draft is None else kv_bytes_per_token(draft.config, cache_dtype)
+
+
+def make_drafting(
+    config: SpeculativeConfig, target: Model, draft: Model | None, sizes: Sizes, mesh: Mesh, cache_dtype: jnp.dtype
+) -> Drafting:
     """The drafter that the configuration asks for.
 
+    Args:
+        target, draft: placed on the mesh, with configs as its devices run them.
+
     Raises:
-        ValueError: it does not go with the engine's sizes.
+        ValueError: it does not go with the engine's sizes, or the model's.
     """
-    if config.num_speculative_tokens >= limits.page_size:
+    if config.num_speculative_tokens >= sizes.page_size:
         raise ValueError(
-            f"num_speculative_tokens={config.num_speculative_tokens} must be below page_size={limits.page_size}: draft "
+            f"num_speculative_tokens={config.num_speculative_tokens} must be below page_size={sizes.page_size}: draft "
             "fewer tokens, or raise --page-size"
         )
-    drafter = PromptLookup(config.longest_lookup, config.shortest_lookup)
-    return Drafting(drafter, (), (), f"{config}", config.synthetic_acceptance)
+    if config.method == "ngram":
+        lookup = PromptLookup(config.longest_lookup, config.shortest_lookup)
+        return Drafting(lookup, (), (), f"{config}", config.synthetic_acceptance)
+    if draft is not None:
+        memory = zero_cache(draft.config, sizes, mesh, cache_dtype)
+        return _model_drafting(config, draft, draft.config, memory, sizes, mesh)
+    first_layers = early_layers(config, target)
+    return _model_drafting(config, first_layers, target.config, None, sizes, mesh)
+
+
+def early_layers(config: SpeculativeConfig, target: Model) -> Model:
+    """The first layers of the target, with its own final norm and head; the arrays are the target's.
+
+    Raises:
+        ValueError: it has no layer fewer than that.
+    """
+    layers = config.num_layers or max(1, target.config.num_layers // 4)
+    if layers >= target.config.num_layers:
+        raise ValueError(
+            f"speculative num_layers={layers} must be below the model's {target.config.num_layers} layers: an early exit "
+            "leaves some of them out"
+        )
+    params = target.params.replace(layers=target.params.layers[:layers])  # pyright: ignore[reportAttributeAccessIssue]
+    return Model(dataclasses.replace(target.config, num_layers=layers), params)
+
+
+def _model_drafting(
+    config: SpeculativeConfig, model: Model, cache_config: ModelConfig, memory: object, sizes: Sizes, mesh: Mesh
+) -> Drafting:
+    drafter = ModelDrafter(
+        config=model.config,
+        collectives=Collectives(mesh.size),
+        params_specs=partition_specs(param_specs(model.config)),
+        memory_specs=partition_specs(kv_cache_specs(cache_config, sizes.num_pages, sizes.page_size)),
+        uses_target_cache=memory is None,
+    )
+    dtype = model.params.embedding.dtype
+    return Drafting(drafter, model.params, memory, f"{config} {model.config} {dtype}", config.synthetic_acceptance)

@@ -110,7 +110,7 @@ def decode_batch(
         positions=positions.reshape(-1),
         write_pages=jnp.where(is_token, pages, sizes.num_pages).reshape(-1),
         write_offsets=(positions % sizes.page_size).reshape(-1),
-        decode_page_table=jnp.repeat(page_table, token_ids.shape[1], axis=0),
+        decode_page_table=page_table if token_ids.shape[1] == 1 else jnp.repeat(page_table, token_ids.shape[1], axis=0),
         decode_kv_lens=jnp.where(is_token, positions + 1, 0).reshape(-1),
         prefill_page_table=jnp.zeros((0, page_table.shape[1]), jnp.int32),
         prefill_query_starts=jnp.zeros((1,), jnp.int32),
@@ -130,28 +130,11 @@ def begin_step(
     state = take_step(state, fields)
     slots = fields["decode_slots"]
     is_row = slots < sizes.max_num_seqs
-    positions = jnp.take(state.kv_lens, slots, mode="clip")
-    page_table = jnp.take(state.page_table, slots, axis=0, mode="clip")
-    pages = jnp.take_along_axis(page_table, positions[:, None] // sizes.page_size, axis=1, mode="clip")[:, 0]
-    decode = {
-        "token_ids": jnp.take(state.last_tokens, slots, mode="clip"),
-        "positions": positions,
-        "write_pages": jnp.where(is_row, pages, sizes.num_pages),
-    }
+    places = jnp.take(state.kv_lens, slots, mode="clip")
+    last_tokens = jnp.take(state.last_tokens, slots, mode="clip")
+    batch = decode_batch(state, slots, last_tokens[:, None], places[:, None], is_row[:, None], sizes)
     state = dataclasses.replace(state, kv_lens=state.kv_lens.at[slots].add(1, mode="drop"))
-    prefill, last_tokens = _prefill_tokens(fields, bucket, sizes)
-    joined = {name: jnp.concatenate([decode[name], prefill[name]]) for name in decode}
-    batch = Batch(
-        token_ids=joined["token_ids"],
-        positions=joined["positions"],
-        write_pages=joined["write_pages"],
-        write_offsets=joined["positions"] % sizes.page_size,
-        decode_page_table=page_table,
-        decode_kv_lens=jnp.where(is_row, positions + 1, 0),
-        prefill_page_table=fields["prefill_page_table"],
-        prefill_query_starts=fields["prefill_query_starts"],
-        prefill_kv_lens=fields["prefill_starts"] + jnp.diff(fields["prefill_query_starts"]),
-    )
+    batch, last_tokens = with_prefill(batch, fields, bucket, sizes)
     logit_tokens = jnp.concatenate([jnp.arange(bucket.decode_rows, dtype=jnp.int32), bucket.decode_rows + last_tokens])
     sampling_prefill = jnp.where(fields["prefill_samples"] == 1, fields["prefill_slots"], sizes.max_num_seqs)
     return state, batch, logit_tokens, jnp.concatenate([slots, sampling_prefill])
@@ -183,6 +166,28 @@ def _take_prefill_rows(state: DecodeState, fields: dict[str, Array]) -> DecodeSt
             state.speculation, seeded=put(state.speculation.seeded, fields["prefill_seeded"] == 1)
         ),
     )
+
+
+def with_prefill(
+    decode: Batch, fields: dict[str, Array], bucket: Bucket, sizes: Sizes
+) -> tuple[Batch, Int32[Array, " prefill_rows"]]:
+    """A step's prefill chunks after its decode rows, and the index of each chunk's last token among the chunks' tokens."""
+    prefill, last_tokens = _prefill_tokens(fields, bucket, sizes)
+    token_ids, positions, write_pages = (
+        jnp.concatenate([getattr(decode, name), prefill[name]]) for name in ("token_ids", "positions", "write_pages")
+    )
+    batch = Batch(
+        token_ids=token_ids,
+        positions=positions,
+        write_pages=write_pages,
+        write_offsets=positions % sizes.page_size,
+        decode_page_table=decode.decode_page_table,
+        decode_kv_lens=decode.decode_kv_lens,
+        prefill_page_table=fields["prefill_page_table"],
+        prefill_query_starts=fields["prefill_query_starts"],
+        prefill_kv_lens=fields["prefill_starts"] + jnp.diff(fields["prefill_query_starts"]),
+    )
+    return batch, last_tokens
 
 
 def _prefill_tokens(

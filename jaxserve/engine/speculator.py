@@ -104,9 +104,9 @@ class Speculator:
         """What is to be compiled, in any order, by any threads; the arrays give shapes and placement only."""
         buckets = [bucket for bucket in self._buckets.all() if bucket.num_drafts]
         fed = [bucket for bucket in self._buckets.all() if bucket.prefill_rows and self._drafter.reads_prompts]
-        drafting_modes: tuple[SamplingMode, ...] = (
-            ("greedy", "full") if self._drafter.has_probabilities else ("greedy",)
-        )
+        drafting_modes: tuple[SamplingMode, ...] = ("greedy",)
+        if self._drafter.has_probabilities:
+            drafting_modes = tuple(mode for mode in ("greedy", "full") if mode in self._buckets.verify_modes)
         verifying: list[tuple[SamplingMode, bool]] = [
             *((mode, False) for mode in self._buckets.verify_modes),
             *((mode, True) for mode in self._buckets.masked_modes),

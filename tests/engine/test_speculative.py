@@ -7,32 +7,43 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.engine.build_drafting import Model
 from jaxserve.engine.client import EngineClient
+from jaxserve.models.params import LlamaParams
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative_config import SpeculativeConfig
+from tests.engine.lean_engine import lean_engine
 from tests.engine.test_constraints import WordRule
 from tests.engine.test_engine import compilations, mixed_requests, until_idle
-from tests.tiny_engine import Answer, ask, tiny_engine
+from tests.tiny_engine import MODEL_CONFIG, Answer, ask, tiny_params
 
-# 72 tokens of KV cache for three sequences of up to 64: they cannot all stay.
-CONFIG = EngineConfig(max_model_len=64, max_num_seqs=3, max_num_batched_tokens=16, page_size=4, num_pages=18, seed=0)
 NGRAM = SpeculativeConfig("ngram", 3, prompt_lookup_max=3, prompt_lookup_min=1)
+DRAFT_MODEL = SpeculativeConfig("draft_model", 3, model="of the test")
+EARLY_EXIT = SpeculativeConfig("early_exit", 3, num_layers=1)
 
 Request = tuple[list[int], SamplingParams]
 
 
+def nearly(params: LlamaParams) -> LlamaParams:
+    """A model that often says the same."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda array: array * (1 + 0.05 * rng.standard_normal(array.shape, np.float32)), params)
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[EngineClient]:
-    with tiny_engine(CONFIG) as engine:
+    with lean_engine() as engine:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[EngineClient]:
-    with tiny_engine(dataclasses.replace(CONFIG, speculative=NGRAM)) as engine:
+@pytest.fixture(scope="module", params=[NGRAM, DRAFT_MODEL, EARLY_EXIT], ids=lambda config: config.method)
+def engine(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
+    draft = Model(MODEL_CONFIG, nearly(tiny_params())) if request.param is DRAFT_MODEL else None
+    with lean_engine(request.param, draft) as engine:
         yield engine
 
 
@@ -145,9 +156,3 @@ def test_a_prompt_found_in_the_cache_goes_on_with_drafts(plain: EngineClient, en
     longer = prompt + tokens[:20]
     assert ask(engine, longer, greedy(max_tokens=20)) == ask(plain, longer, greedy(max_tokens=20))
     assert engine.stats().cached_prompt_tokens > 0
-
-
-def test_drafts_that_do_not_fit_the_engine_are_refused() -> None:
-    config = dataclasses.replace(CONFIG, speculative=SpeculativeConfig("ngram", 4))
-    with pytest.raises(ValueError, match=r"num_speculative_tokens=4 must be below page_size=4: .* --page-size"):
-        tiny_engine(config).__enter__()

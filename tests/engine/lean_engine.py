@@ -1,0 +1,88 @@
+"""Real engines over the tiny model with few compiled programs: one size of each kind, one kind of sampling for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.build_drafting import Model, make_drafting
+from jaxserve.engine.client import EngineClient
+from jaxserve.engine.device_batch import Sizes
+from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.limits import SchedulerLimits
+from jaxserve.engine.runner import ModelRunner
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.models.params import LlamaParams
+from jaxserve.models.shard_layout import ShardLayout
+from jaxserve.progress import NoProgress
+from jaxserve.sharding.mesh import make_mesh
+from jaxserve.speculative_config import SpeculativeConfig
+from tests.tiny_engine import MODEL_CONFIG, tiny_params
+
+
+@contextmanager
+def lean_engine(
+    speculative: SpeculativeConfig | None = None, draft: Model | None = None, *, tensor_parallel_size: int = 1
+) -> Iterator[EngineClient]:
+    """72 tokens of KV cache for three sequences of up to 64: they cannot all stay.
+
+    Args:
+        draft: on the host, with a config that needs no other layout for several devices.
+    """
+    limits = SchedulerLimits(
+        max_num_seqs=3, max_num_batched_tokens=16, max_prefill_rows=3, max_model_len=64, page_size=4, num_pages=18
+    )
+    sizes = Sizes(max_num_seqs=3, pages_per_seq=16, num_pages=18, page_size=4)
+    length = 0 if speculative is None else speculative.num_speculative_tokens
+    buckets = Buckets(
+        decode_rows=(3,),
+        mixed_decode_rows=(2,),
+        prefill_tokens=(16,),
+        prefill_rows=3,
+        sample_rows=(5,),
+        sampling_modes=("full",),
+        masked_modes=("full",),
+        draft_lengths=(length,) if length else (),
+        drafting_rows=(3,) if length else (),
+        verify_modes=("full",),
+    )
+    mesh = make_mesh(jax.devices("cpu"), tensor_parallel_size)
+    target = Model(MODEL_CONFIG, _placed(Model(MODEL_CONFIG, tiny_params()), mesh))
+    drafting = None
+    if speculative is not None:
+        placed = None if draft is None else Model(draft.config, _placed(draft, mesh))
+        drafting = make_drafting(speculative, target, placed, sizes, mesh, jnp.dtype(jnp.float32))
+    runner = ModelRunner(
+        MODEL_CONFIG,
+        target.params,
+        mesh=mesh,
+        sizes=sizes,
+        buckets=buckets,
+        cache_dtype=jnp.dtype(jnp.float32),
+        layerwise=True,
+        drafting=drafting,
+    )
+    runner.warm_up(NoProgress())
+    lengths = None if speculative is None else DraftLengths(speculative.method, (length,), 3)
+    engine = EngineClient(
+        config=EngineConfig(seed=0),
+        model_config=MODEL_CONFIG,
+        scheduler=Scheduler(limits, drafting=lengths),
+        runner=runner,
+        device_kind="cpu",
+    )
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def _placed(model: Model, mesh: Mesh) -> LlamaParams:
+    return jax.device_put(model.params, ShardLayout(model.config, mesh.size).shardings(mesh))
