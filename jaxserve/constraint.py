@@ -40,6 +40,16 @@ class TokenConstraint(Protocol):
         """
         ...
 
+    def forced_run(self, most: int) -> tuple[int, ...]:
+        """The next tokens, as far as there is no choice: each is the only one that may stand there, and no end may.
+
+        Nothing is taken in.
+
+        Args:
+            most: tokens that are told at most.
+        """
+        ...
+
 
 class Constraint(Protocol):
     """What a request demands of its outputs; may be used by several requests and threads."""

@@ -11,6 +11,7 @@ from itertools import islice
 from jaxserve.engine.draft_lengths import DraftLengths, SpeculativeStats
 from jaxserve.engine.draft_rows import take_verified, with_drafts
 from jaxserve.engine.endings import GOES_ON, ending_of
+from jaxserve.engine.forced_tokens import begin_jump
 from jaxserve.engine.host_pages import HostPages
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.logprobs import take_prompt_logprobs, token_logprobs
@@ -59,6 +60,7 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generation_tokens = 0
+        self.num_forced_tokens = 0  # of these, those that no step was needed for but their chunk
         self.finished: Counter[str] = Counter()
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._by_request: dict[str, list[Sequence]] = {}
@@ -139,9 +141,13 @@ class Scheduler:
             if not counts[row]:
                 continue
             sequence.num_in_flight -= 1
+            is_known = sequence.num_known_in_flight > 0
+            sequence.num_known_in_flight -= is_known
             if sequence.status is SequenceStatus.FINISHED:
                 self._release_if_idle(sequence)  # launched past its end: the token is discarded
                 continue
+            if is_known:
+                continue  # it was forced, and the host did not wait for it
             new = tokens[row] if width == 1 else tokens[row][: counts[row]]
             outputs.append(self._append(sequence, new, sampled.logprobs, row * width, now))
         return outputs
@@ -155,7 +161,7 @@ class Scheduler:
             self._drafting.observe_step(batch, seconds)
 
     def take_pending_outputs(self) -> list[RequestOutput]:
-        """Outputs that no step gave: of aborts."""
+        """Outputs that no step gave: of aborts, and of forced tokens."""
         outputs, self._pending_outputs = self._pending_outputs, []
         return outputs
 
@@ -208,6 +214,7 @@ class Scheduler:
         """A row for each sequence that decodes; and those that run with known tokens left to compute, in their order."""
         rows: list[DecodeRow] = []
         unfinished: list[Sequence] = []
+        jumped: list[Sequence] = []
         page_size = self.limits.page_size
         # Preemption takes from the end of `running`: it never hits a row that was collected before.
         for sequence in list(self.running):
@@ -215,6 +222,8 @@ class Scheduler:
                 unfinished.append(sequence)
                 continue
             if sequence.is_complete_when_fetched:
+                continue
+            if sequence.forced_tokens and self._jump(sequence, jumped):
                 continue
             page, page_index = -1, -1
             most_computed = sequence.num_computed + sequence.num_drafts_in_flight
@@ -229,7 +238,23 @@ class Scheduler:
             rows.append(DecodeRow(sequence, sequence.slot, page, page_index))
             sequence.num_computed += 1
             sequence.num_in_flight += 1
-        return rows, [sequence for sequence in unfinished if sequence.status is SequenceStatus.RUNNING]
+        # Who has jumped comes first: it would have decoded in this step.
+        return rows, [sequence for sequence in (*jumped, *unfinished) if sequence.status is SequenceStatus.RUNNING]
+
+    def _jump(self, sequence: Sequence, jumped: list[Sequence]) -> bool:
+        """Appends its forced tokens to a sequence, which goes on behind them; whether it could."""
+        others = self.waiting or any(not other.is_decoding for other in self.running if other not in jumped)
+        if len(jumped) >= self.limits.max_prefill_rows // (2 if others else 1):  # prompts have their part of a step too
+            return False
+        run = begin_jump(sequence, self.limits, self.pages)
+        if not run:
+            return False
+        output = self._append(sequence, list(run), None, 0, self._clock())
+        self._pending_outputs.append(output)
+        self.num_forced_tokens += len(output.token_ids)
+        if output.finish_reason is None:
+            jumped.append(sequence)
+        return True
 
     def _add_drafts(self, rows: list[DecodeRow], drafting: DraftLengths) -> tuple[list[DecodeRow], int]:
         """Lets rows bring drafts; with the number that the step is compiled for."""
@@ -414,5 +439,3 @@ class Scheduler:
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
-
-

@@ -29,6 +29,8 @@ class Sequence:
             bring several.
         num_drafts_in_flight: drafts in those steps at most: by so many `num_computed` may be too small, until they are
             fetched.
+        num_known_in_flight: of the steps in flight, those whose token the host knows already, since it was forced.
+        forced_tokens: what its constraint leaves no choice about, from the token in flight on; for the next step alone.
         is_decoding: whether its slot on the device holds its last token, so that it goes on by decode rows; else its known
             tokens go through prefill chunks.
         pages: its KV pages, in order.
@@ -51,6 +53,8 @@ class Sequence:
     num_computed: int = 0
     num_in_flight: int = 0
     num_drafts_in_flight: int = 0
+    num_known_in_flight: int = 0
+    forced_tokens: tuple[int, ...] = ()
     is_decoding: bool = False
     pages: list[int] = field(default_factory=list)
     nodes: list[PageNode] = field(default_factory=list)
@@ -82,7 +86,7 @@ class Sequence:
     @property
     def num_output_launched(self) -> int:
         """Output tokens, with those that launched steps will give at least."""
-        return self.num_output_tokens + self.num_in_flight
+        return self.num_output_tokens + self.num_in_flight - self.num_known_in_flight
 
     @property
     def is_complete_when_fetched(self) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.constraint import ConstraintError
+from jaxserve.engine.forced_tokens import forced_tokens
 from jaxserve.engine.schedule import ScheduledBatch
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 
@@ -88,10 +89,13 @@ def _write_rows(rows: list[tuple[int, Sequence]], words: np.ndarray) -> list[tup
         if constraint is None:
             continue
         words[row] = 0
+        sequence.forced_tokens = ()
         try:
             constraint.write_mask(words[row])
             if constraint.is_complete:
                 allow(words[row], sequence.stop_token_ids)
+            else:
+                sequence.forced_tokens = forced_tokens(sequence, constraint)
         except ConstraintError as error:
             failed.append((sequence, str(error)))
         if not words[row].any():

@@ -86,6 +86,24 @@ class GrammarState:
         shared = min(len(mask), len(words))
         mask[:shared] |= words[:shared]
 
+    def forced_run(self, most: int) -> tuple[int, ...]:
+        if self._matcher.is_accepting():
+            return ()
+        expected = self._matcher.compute_ff_tokens()[:most]  # quick; what counts is what the masks say one by one
+        if len(expected) < 2:
+            return tuple(expected)
+        matcher = self._matcher.deep_copy()
+        words = np.zeros(self._vocabulary.num_words, np.int32)
+        run: list[int] = []
+        for token in expected:
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            word = 1 << token % 32
+            is_only = np.count_nonzero(words) == 1 and int(words[token // 32]) & 0xFFFFFFFF == word
+            if matcher.is_accepting() or not is_only or not matcher.consume_token(token):
+                break
+            run.append(token)
+        return tuple(run)
+
 
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
     """Slow for large grammars; the library bounds the work, and lets other threads run meanwhile.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,12 +46,21 @@ class Words:
     def write_mask(self, mask: np.ndarray) -> None:
         allow(mask, self._rule.sets[self._position])
 
+    def forced_run(self, most: int) -> tuple[int, ...]:
+        run: list[int] = []
+        for place in range(self._position, min(len(self._rule.sets), self._position + most)):
+            if len(self._rule.sets[place]) != 1 or place >= self._rule.shortest or not self._rule.jumps:
+                break
+            run += self._rule.sets[place]
+        return tuple(run)
+
 
 @dataclass(frozen=True)
 class WordRule:
     sets: tuple[tuple[int, ...], ...]
     shortest: int
     fails_at: int = -1
+    jumps: bool = True
 
     def start(self) -> Words:
         return Words(self)
@@ -131,6 +141,70 @@ def test_a_preempted_output_goes_on_where_it_was() -> None:
         ]
     assert num_preemptions > 0
     assert crowded == alone
+
+
+CHOICE = (2, 7, 11, 30)
+RUNS = WordRule(
+    (
+        (1,),
+        (2,),
+        (3,),
+        CHOICE,
+        (4,),
+        (5,),
+        CHOICE,
+        *((place % 32,) for place in range(9)),
+        CHOICE,
+        (1,),
+        (2,),
+        (3,),
+        (4,),
+    ),
+    shortest=21,
+)
+
+
+def answers_of(rules: Sequence[WordRule], max_tokens: int, **limits: int) -> list[tuple[list[int], RequestOutput]]:
+    """What choices of several seeds say side by side, and an unconstrained one among them."""
+    with running_engine(**limits) as (engine, _):
+        heard = [
+            Heard(engine, SamplingParams(max_tokens=max_tokens, seed=seed, constraint=rule))
+            for seed, rule in enumerate(rules)
+        ]
+        heard.append(Heard(engine, SamplingParams(max_tokens=max_tokens, seed=99, ignore_eos=True)))
+        return [one.wait() for one in heard]
+
+
+@pytest.mark.parametrize("max_tokens", [5, 13, 21, 30])
+@pytest.mark.parametrize(
+    "limits", [{}, {"pages": 16, "max_len": 48}, {"prefill_rows": 1}, {"prefill_rows": 2, "tokens": 4}]
+)
+def test_forced_tokens_change_nothing(max_tokens: int, limits: dict[str, int]) -> None:
+    tail = dataclasses.replace(RUNS, shortest=19)  # may end before its last run has: no jump over that
+    rules = [RUNS, tail, RUNS, RUNS, tail]
+    jumping = answers_of(rules, max_tokens, **limits)
+    walking = answers_of([dataclasses.replace(rule, jumps=False) for rule in rules], max_tokens, **limits)
+    assert [tokens for tokens, _ in jumping] == [tokens for tokens, _ in walking]
+    for (_, last), (_, expected) in zip(jumping, walking, strict=True):
+        assert (last.finish_reason, last.stop_token_id) == (expected.finish_reason, expected.stop_token_id)
+    assert jumping[-1][0] == solo_tokens(PROMPT, 99, max_tokens)
+
+
+def test_forced_tokens_save_steps() -> None:
+    def steps_of(rule: WordRule) -> int:
+        with running_engine() as (engine, _):
+            tokens, last = Heard(engine, SamplingParams(max_tokens=40, seed=1, constraint=rule)).wait()
+            assert len(tokens) == 21 and last.finish_reason == "stop"
+            assert engine.stats().generation_tokens == 21
+            return engine.stats().num_steps
+
+    assert steps_of(RUNS) <= steps_of(dataclasses.replace(RUNS, jumps=False)) - (2 + 8 + 3)
+
+
+def test_log_probabilities_are_told_of_forced_tokens_too() -> None:
+    with running_engine() as (engine, runner):
+        Heard(engine, SamplingParams(max_tokens=40, seed=1, constraint=RUNS, logprobs=0)).wait()
+    assert sum(len(batch.prefill) for batch in runner.launched) == 1  # the prompt alone
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,22 @@ def test_a_token_that_may_not_stand_there_is_an_error() -> None:
         state.accept(ord("b"))
 
 
+def test_forced_tokens() -> None:
+    state = compiled(Grammar("regex", "ab(cde|xyz)(hi)?")).start()
+    assert bytes(state.forced_run(10)) == b"ab"
+    assert bytes(state.forced_run(1)) == b"a"
+    for byte in b"abx":
+        state.accept(byte)
+    assert bytes(state.forced_run(10)) == b"yz"  # the end, or "hi"
+    for byte in b"yz":
+        state.accept(byte)
+    assert state.is_complete and state.forced_run(10) == ()
+    state.accept(ord("h"))
+    assert bytes(state.forced_run(10)) == b"i"
+    state.accept(ord("i"))
+    assert state.is_final and state.forced_run(10) == ()
+
+
 @pytest.mark.anyio
 async def test_grammars_are_kept() -> None:
     compiler = GrammarCompiler(byte_tokenizer())

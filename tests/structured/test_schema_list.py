@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from jaxserve import Engine, EngineConfig
-from jaxserve.structured.grammar import Grammar
+from jaxserve.structured.grammar import Grammar, GrammarState
 from tests.structured.grammars import allowed, compiled, refused_at
 from tests.structured.schemas import SchemaCase, all_schemas
 from tests.tiny_model import write_tiny_llama
@@ -90,6 +90,42 @@ def obey_all(engine: Engine, cases: list[SchemaCase]) -> None:
 
 def test_answers_satisfy_a_tenth_of_the_list(engine: Engine) -> None:
     obey_all(engine, CASES[::10])
+
+
+def test_forced_tokens_change_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"customer": {"enum": ["one of a kind", "none"]}, "measures": {"type": "integer", "maximum": 99}},
+        "required": ["customer", "measures"],
+        "additionalProperties": False,
+    }
+
+    def answers() -> list[tuple[str | None, str, int]]:
+        def ask(seed: int) -> tuple[str | None, str, int]:
+            answer = engine.chat.completions.create(
+                messages=[USER], temperature=1.5, seed=seed, max_tokens=25 if seed % 3 == 0 else 100,
+                frequency_penalty=seed % 2,
+                response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+            )  # fmt: skip
+            choice = answer.choices[0]
+            return choice.message.content, choice.finish_reason, answer.usage.completion_tokens
+
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(ask, range(8)))
+
+    runs: list[int] = []
+    found = GrammarState.forced_run
+
+    def told(self: GrammarState, most: int) -> tuple[int, ...]:
+        run = found(self, most)
+        runs.append(len(run))
+        return run
+
+    monkeypatch.setattr(GrammarState, "forced_run", told)
+    jumping = answers()
+    assert max(runs) > 10
+    monkeypatch.setattr(GrammarState, "forced_run", lambda self, most: ())
+    assert answers() == jumping
 
 
 @pytest.mark.long
