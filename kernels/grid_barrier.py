@@ -78,7 +78,7 @@ def count_in(_: Any, counter: Any, arrival: Any) -> Any:
     mgpu.warpgroup_barrier()
     with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
         add = "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;"
-        before = mgpu.utils.inline_ptx(add, memref_ptr(counter), result_types=int32, has_side_effects=True)
+        before = mgpu.utils.inline_ptx(add, memref_ptr(counter), result_types=int32, has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue] - new in jax 0.11
         memref.store(before, arrival, [first])
     mgpu.warpgroup_barrier()
     return mgpu.FragmentedArray.splat(memref.load(arrival, [first]), (), is_signed=True)
@@ -89,4 +89,4 @@ def reset(_: Any, counter: Any) -> None:
     """Zeroes a counter [1] for the next launch; by the last one who counted himself in."""
     with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
         store = "st.relaxed.gpu.global.b32 [$0], 0;"
-        mgpu.utils.inline_ptx(store, memref_ptr(counter), has_side_effects=True)
+        mgpu.utils.inline_ptx(store, memref_ptr(counter), has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue] - new in jax 0.11

@@ -8,6 +8,9 @@
 or in a Serve config file, with `import_path: jaxserve.deploy.ray:app` and the arguments of `app`.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# Where Ray is not installed, pyright takes this very file for it.
+
 from __future__ import annotations
 
 from collections.abc import Callable
