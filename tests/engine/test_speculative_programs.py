@@ -1,0 +1,77 @@
+"""Programs of speculation by themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.build import build_engine
+from jaxserve.engine.build_drafting import Model
+from jaxserve.engine.decode_state import empty_state
+from jaxserve.engine.device_batch import Sizes
+from jaxserve.engine.processor_state import count_verified, empty_processors, rows_of
+from jaxserve.engine.speculative_programs import process_positions
+from jaxserve.models.logit_processors import process_logits
+from jaxserve.models.speculative_sampling import Drafts
+from jaxserve.progress import NoProgress
+from jaxserve.speculative_config import SpeculativeConfig
+from tests.tiny_engine import MODEL_CONFIG, tiny_params
+
+VOCAB = 11
+SLOTS = 4
+
+
+def test_penalties_and_min_tokens_at_a_position_know_the_drafts_before_it() -> None:
+    rng = np.random.default_rng(0)
+    processors = dataclasses.replace(
+        empty_processors(SLOTS, VOCAB),
+        output_counts=jnp.asarray(rng.integers(0, 2, (SLOTS, VOCAB)), jnp.int32),
+        penalties=jnp.asarray(rng.uniform(0.5, 1.5, (SLOTS, 3)), jnp.float32),
+        min_tokens=jnp.full((SLOTS,), 6, jnp.int32),
+    )
+    stops = processors.stop_ids.at[:, 0].set(3)
+    processors = dataclasses.replace(processors, stop_ids=stops)
+    state = dataclasses.replace(
+        empty_state(Sizes(SLOTS, 2, 4, 4), speculates=True),
+        processed=jnp.array([True, True, False, True]),
+        output_counts=jnp.array([5, 4, 4, 9], jnp.int32),
+    )
+    slots = jnp.array([1, 0, 3, 2], jnp.int32)
+    drafts = Drafts(
+        token_ids=jnp.asarray(rng.integers(0, VOCAB, (4, 3)), jnp.int32), counts=jnp.full((4,), 3, jnp.int32)
+    )
+    logits = rng.normal(0, 2, (4, 4, VOCAB)).astype(np.float32)
+    together = process_positions(jnp.asarray(logits.reshape(-1, VOCAB)), state, processors, slots, drafts)
+    together = np.asarray(together).reshape(4, 4, VOCAB)
+    for position in range(4):
+        alone = process_logits(
+            jnp.asarray(logits[:, position]),
+            rows_of(processors, state.processed, slots),
+            jnp.take(state.output_counts, slots) + position,
+        )
+        np.testing.assert_allclose(together[:, position], np.asarray(alone), rtol=1e-6)
+        if position < 3:
+            one = jnp.ones((4,), jnp.int32)
+            processors = count_verified(processors, slots, drafts.token_ids[:, position : position + 1], one)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "draft", "message"),
+    [
+        (SpeculativeConfig("ngram", 4), None, r"num_speculative_tokens=4 must be below page_size=4: .* --page-size"),
+        (SpeculativeConfig("early_exit", 2, num_layers=2), None, "num_layers=2 must be below the model's 2 layers"),
+        (SpeculativeConfig("draft_model", 2, model="x"), None, "needs a draft model"),
+        (SpeculativeConfig("draft_model", 2, model="x"), 63, "vocabulary of 63 tokens, the model one of 64"),
+    ],
+)
+def test_drafters_that_do_not_fit_the_engine_are_refused(
+    speculative: SpeculativeConfig, draft: int | None, message: str
+) -> None:
+    config = EngineConfig(max_model_len=64, max_num_seqs=1, page_size=4, num_pages=18, speculative=speculative)
+    model = None if draft is None else Model(dataclasses.replace(MODEL_CONFIG, vocab_size=draft), tiny_params())
+    with pytest.raises(ValueError, match=message):
+        build_engine(MODEL_CONFIG, tiny_params(), config, NoProgress(), draft=model)
