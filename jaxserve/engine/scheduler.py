@@ -11,7 +11,7 @@ from itertools import islice
 from jaxserve.engine.draft_lengths import DraftLengths, SpeculativeStats
 from jaxserve.engine.draft_rows import take_verified, with_drafts
 from jaxserve.engine.endings import GOES_ON, ending_of
-from jaxserve.engine.forced_tokens import begin_jump
+from jaxserve.engine.forced_tokens import begin_jump, choose_jumps
 from jaxserve.engine.host_pages import HostPages
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.logprobs import take_prompt_logprobs, token_logprobs
@@ -111,7 +111,10 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Decides the next step and counts it as launched."""
+        jumped = self._jump_forward()
         decode, unfinished = self._schedule_decode()
+        if jumped:  # they come first, for they would have decoded in this step
+            unfinished.sort(key=lambda sequence: sequence not in jumped)
         prefill: list[PrefillChunk] = []
         if unfinished or self.waiting:
             self.pages.begin_step(others_decode=bool(decode))
@@ -214,7 +217,6 @@ class Scheduler:
         """A row for each sequence that decodes; and those that run with known tokens left to compute, in their order."""
         rows: list[DecodeRow] = []
         unfinished: list[Sequence] = []
-        jumped: list[Sequence] = []
         page_size = self.limits.page_size
         # Preemption takes from the end of `running`: it never hits a row that was collected before.
         for sequence in list(self.running):
@@ -222,8 +224,6 @@ class Scheduler:
                 unfinished.append(sequence)
                 continue
             if sequence.is_complete_when_fetched:
-                continue
-            if sequence.forced_tokens and self._jump(sequence, jumped):
                 continue
             page, page_index = -1, -1
             most_computed = sequence.num_computed + sequence.num_drafts_in_flight
@@ -238,23 +238,24 @@ class Scheduler:
             rows.append(DecodeRow(sequence, sequence.slot, page, page_index))
             sequence.num_computed += 1
             sequence.num_in_flight += 1
-        # Who has jumped comes first: it would have decoded in this step.
-        return rows, [sequence for sequence in (*jumped, *unfinished) if sequence.status is SequenceStatus.RUNNING]
+        return rows, [sequence for sequence in unfinished if sequence.status is SequenceStatus.RUNNING]
 
-    def _jump(self, sequence: Sequence, jumped: list[Sequence]) -> bool:
-        """Appends its forced tokens to a sequence, which goes on behind them; whether it could."""
-        others = self.waiting or any(not other.is_decoding for other in self.running if other not in jumped)
-        if len(jumped) >= self.limits.max_prefill_rows // (2 if others else 1):  # prompts have their part of a step too
-            return False
-        run = begin_jump(sequence, self.limits, self.pages)
-        if not run:
-            return False
-        output = self._append(sequence, list(run), None, 0, self._clock())
-        self._pending_outputs.append(output)
-        self.num_forced_tokens += len(output.token_ids)
-        if output.finish_reason is None:
-            jumped.append(sequence)
-        return True
+    def _jump_forward(self) -> list[Sequence]:
+        """Appends their forced tokens to sequences, where that is worth it; those that go on behind them."""
+        forced = [sequence for sequence in self.running if sequence.forced_tokens]
+        if not forced:
+            return []
+        has_prompts = (self.waiting and self._free_slots) or not all(other.is_decoding for other in self.running)
+        jumped: list[Sequence] = []
+        for sequence in choose_jumps(forced, len(self.running), self.limits.max_prefill_rows, bool(has_prompts)):
+            run = begin_jump(sequence, self.limits, self.pages)
+            if run:
+                output = self._append(sequence, list(run), None, 0, self._clock())
+                self._pending_outputs.append(output)
+                self.num_forced_tokens += len(output.token_ids)
+                if output.finish_reason is None:
+                    jumped.append(sequence)
+        return jumped
 
     def _add_drafts(self, rows: list[DecodeRow], drafting: DraftLengths) -> tuple[list[DecodeRow], int]:
         """Lets rows bring drafts; with the number that the step is compiled for."""

@@ -7,6 +7,7 @@ import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.constraint import ConstraintError
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.forced_tokens import choose_jumps
 from jaxserve.engine.request import RequestOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.token_masks import allow, num_words
@@ -199,6 +201,22 @@ def test_forced_tokens_save_steps() -> None:
             return engine.stats().num_steps
 
     assert steps_of(RUNS) <= steps_of(dataclasses.replace(RUNS, jumps=False)) - (2 + 8 + 3)
+
+
+def test_a_short_run_holds_nobody_up() -> None:
+    """A chunk makes a step longer for everybody; beside prompts, which have chunks anyway, it costs nothing."""
+    short, long = (SimpleNamespace(forced_tokens=tuple(range(length))) for length in (3, 20))
+
+    def chosen(forced: list[SimpleNamespace], num_running: int, max_chunks: int = 4, has_prompts: bool = False) -> list:
+        return choose_jumps(forced, num_running, max_chunks, has_prompts)  # type: ignore[arg-type]
+
+    assert chosen([short], 1) == [short]
+    assert chosen([short], 64) == []
+    assert chosen([short], 64, has_prompts=True) == [short]
+    assert chosen([short, long], 64) == [long, short]
+    assert chosen([short, long], 64, max_chunks=2, has_prompts=True) == [long]  # prompts keep half of the chunks
+    assert chosen([short] * 9, 64) == []  # four of them would save eight steps
+    assert chosen([short], 1, max_chunks=1, has_prompts=True) == []
 
 
 def test_log_probabilities_are_told_of_forced_tokens_too() -> None:
