@@ -23,12 +23,22 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array, Float
 
-TILE = 64  # columns of a weight tile: a row of it is 128 bytes, the widest swizzle, and one wgmma has 64 rows of result
+from jaxserve.kernels.decode_matmul_finish import (
+    ROW_ALIGNMENT,
+    TILE,
+    add_parts,
+    exchange,
+    finish,
+    has_rows,
+    out_columns,
+    rank_rows,
+    round_up,
+)
+
+# A row of a weight tile is 128 bytes, the widest swizzle.
 BLOCK_K = 64
-ROW_ALIGNMENT = 8  # wgmma's columns, and the layout in shared memory
 MAX_ROWS = 128
 MAX_SPLIT = 4
 MIN_STAGES = 2
@@ -77,8 +87,12 @@ class Problem:
         return self.interpret is None
 
     @property
+    def split(self) -> int:
+        return self.config.split
+
+    @property
     def padded_rows(self) -> int:
-        return _round_up(self.rows, ROW_ALIGNMENT)
+        return round_up(self.rows, ROW_ALIGNMENT)
 
     @property
     def tiles(self) -> int:
@@ -93,7 +107,7 @@ class Problem:
     @property
     def rows_per_rank(self) -> int:
         """Rows of the result that each block of a cluster adds up and stores; the last blocks may have none."""
-        return _round_up(-(-self.padded_rows // self.config.split), ROW_ALIGNMENT)
+        return round_up(-(-self.padded_rows // self.config.split), ROW_ALIGNMENT)
 
     @property
     def steps(self) -> int:
@@ -102,10 +116,6 @@ class Problem:
     @property
     def copies_per_step(self) -> int:
         return self.tiles + 1
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def tiles_per_block(columns: int, is_swiglu: bool) -> int:
@@ -120,7 +130,7 @@ def choose_config(rows: int, k: int, columns: int, *, is_swiglu: bool) -> Tuning
     split = 1
     while split < MAX_SPLIT and blocks * split < _ENOUGH_BLOCKS and k % (2 * split * BLOCK_K) == 0:
         split *= 2
-    stage_bytes = 2 * BLOCK_K * (tiles * TILE + _round_up(rows, ROW_ALIGNMENT))
+    stage_bytes = 2 * BLOCK_K * (tiles * TILE + round_up(rows, ROW_ALIGNMENT))
     shares = blocks * split > _MULTIPROCESSORS and rows <= 64
     ring_bytes = _SHORT_RING_BYTES if shares else _RING_BYTES
     return TuningConfig(split, stages=max(MIN_STAGES, min(ring_bytes // stage_bytes, _MAX_STAGES)))
@@ -182,10 +192,10 @@ def _fetch(problem: Problem, block, rank, x_ref, w_ref, residual_ref, smem, barr
         fetch_x(step, step)
     if problem.has_residual:
 
-        @pl.when(_has_rows(problem, rank))
+        @pl.when(has_rows(problem, rank))
         def _():
             plgpu.copy_gmem_to_smem(
-                residual_ref.at[_rank_rows(problem, rank), _out_columns(problem, block)],
+                residual_ref.at[rank_rows(problem, rank), out_columns(problem, block)],
                 smem["out"],
                 barriers["residual"],
                 oob_mode=plgpu.OOBFillMode.ZEROS,
@@ -201,18 +211,6 @@ def _fetch(problem: Problem, block, rank, x_ref, w_ref, residual_ref, smem, barr
     lax.fori_loop(ahead, steps, refill, None)
     for slot in range(ahead):  # no barrier may be left with an arrival that nobody saw
         plgpu.barrier_wait(barriers["consumed"].at[slot])
-
-
-def _has_rows(problem: Problem, rank):
-    return rank * problem.rows_per_rank < problem.rows
-
-
-def _rank_rows(problem: Problem, rank):
-    return pl.ds(pl.multiple_of(rank * problem.rows_per_rank, ROW_ALIGNMENT), problem.rows_per_rank)
-
-
-def _out_columns(problem: Problem, block):
-    return pl.ds(pl.multiple_of(block * problem.out_columns, TILE), problem.out_columns)
 
 
 def _multiply(problem: Problem, smem, barriers) -> list[Array]:
@@ -235,66 +233,6 @@ def _multiply(problem: Problem, smem, barriers) -> list[Array]:
 
     accumulator = plgpu.ACC((TILE, problem.padded_rows), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
     return pl.run_scoped(body, *[accumulator] * problem.tiles)
-
-
-def _exchange(problem: Problem, block, rank, results: list[Array], parts_ref, barriers) -> None:
-    """Leaves this block's results for the cluster, and waits until all blocks have done so."""
-    for tile, result in enumerate(results):
-        parts_ref.at[block, rank, tile, :, pl.ds(0, problem.padded_rows)][...] = result
-    if problem.on_device:
-        _order_global_memory()
-    plgpu.barrier_arrive(barriers["exchanged"])
-    plgpu.barrier_wait(barriers["exchanged"])
-    if problem.on_device:
-        _order_global_memory()
-
-
-@plgpu.inline_mgpu()
-def _order_global_memory(*_: Any) -> None:
-    """Every thread's stores so far are done before any thread of the warpgroup goes on, and its loads come after.
-
-    The barrier of a cluster orders shared memory alone, and one thread arrives at it for the warpgroup.
-    """
-    mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue] (jax 0.10)
-    mgpu.warpgroup_barrier()
-
-
-def _add_parts(problem: Problem, block, rank, parts_ref) -> list[Array]:
-    """The sums over the cluster, of this block's rows: [TILE, rows_per_rank] for each weight tile."""
-    sums = []
-    for tile in range(problem.tiles):
-        parts = [
-            plgpu.load(  # pyright: ignore[reportCallIssue]
-                parts_ref.at[block, part, tile, :, _rank_rows(problem, rank)],
-                layout=plgpu.Layout.WGMMA,
-                optimized=False,
-            )
-            for part in range(problem.config.split)
-        ]
-        sums.append(functools.reduce(jnp.add, parts))
-    return sums
-
-
-def _finish(problem: Problem, block, rank, results: list[Array], out_ref, smem, barriers) -> None:
-    """Activation or residual in float32, one rounding, and the store."""
-    # 16-bit elements are transposed by ldmatrix and stmatrix, others between registers.
-    layout = plgpu.Layout.WGMMA if problem.out_dtype.itemsize == 2 else plgpu.Layout.WGMMA_TRANSPOSED
-    if problem.has_residual:
-        plgpu.barrier_wait(barriers["residual"])
-    if problem.is_swiglu:
-        gate, up = results
-        # In this order it takes fewer registers: at 64 rows two thread blocks fit into a multiprocessor.
-        results = [(gate * up) * lax.logistic(gate)]
-    for tile, result in enumerate(results):
-        target = smem["out"].at[:, pl.ds(tile * TILE, TILE)].transpose((1, 0))  # [TILE, rows_per_rank]
-        result = plgpu.layout_cast(result, layout)
-        if problem.has_residual:
-            result = result + plgpu.load(target, layout=layout, optimized=False).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
-        target[...] = result.astype(problem.out_dtype)
-    plgpu.commit_smem()
-    # Rows past the result's end are left out by the copy.
-    plgpu.copy_smem_to_gmem(smem["out"], out_ref.at[_rank_rows(problem, rank), _out_columns(problem, block)])
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _scratch(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -334,14 +272,14 @@ def _kernel(problem: Problem, x: Array, w: Array, residual: Array | None) -> Arr
             if problem.on_device:
                 plgpu.griddepcontrol_wait()  # long over; what this warpgroup writes must be ordered by it as well
             if split == 1:
-                _finish(problem, block, rank, results, out_ref, smem, barriers)
+                finish(problem, block, rank, results, out_ref, smem, barriers)
                 return
-            _exchange(problem, block, rank, results, parts_ref, barriers)
+            exchange(problem, block, rank, results, parts_ref, barriers)
 
-            @pl.when(_has_rows(problem, rank))
+            @pl.when(has_rows(problem, rank))
             def _():
-                sums = _add_parts(problem, block, rank, parts_ref)
-                _finish(problem, block, rank, sums, out_ref, smem, barriers)
+                sums = add_parts(problem, block, rank, parts_ref)
+                finish(problem, block, rank, sums, out_ref, smem, barriers)
 
         @pl.when(warpgroup == 1)
         def _memory():

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxserve.kernels.hopper import check_implementation
+from jaxserve.kernels.hopper import check_implementation, takes_kernel
+from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.quantized_matmul_xla import quantized_matmul_swiglu_xla, quantized_matmul_xla
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -42,11 +43,12 @@ def quantized_matmul(
         input_scale: float32; with quantize_activations, this factor for every row.
         residual: added in float32 before the result is rounded; in out_dtype.
         out_dtype: dtype of the result; x's when not given.
-        implementation: "xla" runs anywhere; None takes the fastest that the device and the shapes allow.
+        implementation: "xla" runs anywhere; None takes it as well, since the Hopper kernel, "mosaic_gpu", has not been
+            measured yet. That one is for up to 64 rows of bfloat16.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together.
-        NotImplementedError: implementation="mosaic_gpu" for a case that no Hopper kernel covers.
+        NotImplementedError: implementation="mosaic_gpu" for a case that the Hopper kernel does not cover.
     """
     if values.ndim != 2:
         raise ValueError(f"{values.shape=} must be [n, k] (4-bit numbers: [n, k / 2])")
@@ -56,6 +58,18 @@ def quantized_matmul(
         expected = (x.shape[0], values.shape[0])
         if residual.shape != expected or residual.dtype != out_dtype:
             raise ValueError(f"residual is {residual.dtype}{residual.shape}, must be {out_dtype}{expected}")
+    if _takes_kernel(x, values, scales, quantize_activations, out_dtype, implementation):
+        return quantized_matmul_mosaic_gpu(
+            x,
+            values[None],
+            scales[:, None] if values.dtype == jnp.uint8 else scales[None],
+            residual,
+            input_scale,
+            quantize_activations=quantize_activations,
+            power_of_two_factors=power_of_two_factors,
+            is_swiglu=False,
+            out_dtype=out_dtype,
+        )
     return quantized_matmul_xla(
         x,
         values,
@@ -87,13 +101,38 @@ def quantized_matmul_swiglu(
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together.
-        NotImplementedError: implementation="mosaic_gpu" for a case that no Hopper kernel covers.
+        NotImplementedError: implementation="mosaic_gpu" for a case that the Hopper kernel does not cover.
     """
     if values.ndim != 3 or values.shape[0] != 2:
         raise ValueError(f"{values.shape=} must be [2, ffn, k] (4-bit numbers: [2, ffn, k / 2])")
     _validate(x, values, scales, quantize_activations, input_scale, x.dtype, implementation)
+    if _takes_kernel(x, values, scales, quantize_activations, x.dtype, implementation):
+        return quantized_matmul_mosaic_gpu(
+            x,
+            values,
+            scales,
+            input_scale=input_scale,
+            quantize_activations=quantize_activations,
+            is_swiglu=True,
+            out_dtype=x.dtype,
+        )
     return quantized_matmul_swiglu_xla(
         x, values, scales, quantize_activations=quantize_activations, input_scale=input_scale
+    )
+
+
+def _takes_kernel(
+    x: Array,
+    values: Array,
+    scales: Array,
+    quantize_activations: bool,
+    out_dtype: jnp.dtype,
+    implementation: Implementation | None,
+) -> bool:
+    return takes_kernel(
+        "quantized_matmul",
+        implementation or "xla",
+        lambda: unsupported_reason(x, values, scales, quantize_activations, out_dtype),
     )
 
 
@@ -121,8 +160,6 @@ def _validate(
         if input_scale.shape != () or input_scale.dtype != jnp.float32:
             raise ValueError(f"input_scale is {input_scale.dtype}{input_scale.shape}, must be one float32")
     check_implementation(implementation)
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(f"there is no Hopper kernel for products with {values.dtype} weights yet")
 
 
 def _validate_scales(k: int, values: Array, scales: Array) -> None:

@@ -1,11 +1,15 @@
 """Time products with quantized weights on a GPU, every format and form, beside bfloat16: bandwidth over the weights' bytes.
 
     python scripts/bench_quantized_matmul.py --model llama-3-8b --shapes qkv,down --rows 1,64 --forms bf16,fp8,int8
+    python scripts/bench_quantized_matmul.py --forms fp8,fp8-kernel,fp8-kernel@2x6,int4-kernel@4x8
+
+Forms that end in "-kernel" are the Hopper kernel; "@SPLITxSTAGES" gives it another tuning than its own.
 
 A program makes many calls that go round several weights, so that the L2 cache serves none of them, and each call's result
 decides the next one's x, so that the calls run one after the other as in a model. Two programs of different length are
 timed; their difference, divided by the difference in calls, leaves out what a program costs once. The last column tells
-what XLA made of the product: "f8" stands for cuBLASLt's 8-bit product, "lt" for its others, "cublas" and "triton" for those.
+what XLA made of the product: "f8" stands for cuBLASLt's 8-bit product, "lt" for its others, "cublas" and "triton" for those,
+"mosaic" for the Hopper kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from jax import lax
 
 from jaxserve.kernels.int4 import unpack_int4
 from jaxserve.kernels.quantized_matmul import quantized_matmul
+from jaxserve.kernels.quantized_matmul_mosaic_gpu import TuningConfig, quantized_matmul_mosaic_gpu
 from jaxserve.kernels.quantized_matmul_xla import quantize_rows
 
 SHAPES = {  # k, columns
@@ -57,6 +62,28 @@ def op(x: jax.Array, w: Weights) -> jax.Array:
 
 def fp8_op(x: jax.Array, w: Weights) -> jax.Array:
     return quantized_matmul(x, w["values"], w["scales"], quantize_activations=True)
+
+
+def kernel(
+    x: jax.Array, w: Weights, quantize_activations: bool = False, config: TuningConfig | None = None
+) -> jax.Array:
+    values, scales = w["values"], w["scales"]
+    if config is None:
+        return quantized_matmul(
+            x, values, scales, quantize_activations=quantize_activations, implementation="mosaic_gpu"
+        )
+    return quantized_matmul_mosaic_gpu(
+        x,
+        values[None],
+        scales[:, None] if values.dtype == jnp.uint8 else scales[None],
+        quantize_activations=quantize_activations,
+        is_swiglu=False,
+        out_dtype=x.dtype,
+        config=config,
+    )
+
+
+fp8_kernel = functools.partial(kernel, quantize_activations=True)
 
 
 def fp8_unpadded(x: jax.Array, w: Weights) -> jax.Array:
@@ -113,6 +140,11 @@ FORMS: dict[str, tuple[Multiply, str, bool]] = {  # product, kind of weight, whe
     "bf16": (bf16, "bf16", False),
     "bf16-outputs-first": (bf16_outputs_first, "bf16", True),
     "fp8": (fp8_op, "fp8", True),
+    "fp8-kernel": (fp8_kernel, "fp8", True),
+    "fp8-weight-only-kernel": (kernel, "fp8", True),
+    "int8-kernel": (kernel, "int8", True),
+    "int4-kernel": (kernel, "int4", True),
+    "int4-32-kernel": (kernel, "int4-32", True),
     "fp8-unpadded": (fp8_unpadded, "fp8", True),
     "fp8-scaled-pattern": (fp8_scaled_pattern, "fp8", True),
     "fp8-bf16-result": (fp8_bf16_result, "fp8", True),
@@ -126,6 +158,19 @@ FORMS: dict[str, tuple[Multiply, str, bool]] = {  # product, kind of weight, whe
     "int4-by-groups": (int4_by_groups, "int4", True),
     "int4-as-xla-has-it": (int4_as_xla_has_it, "int4", True),
 }
+
+
+def form_called(name: str) -> tuple[Multiply, str, bool]:
+    """The entry of `FORMS`, with the tuning that the name may bring along."""
+    plain, at, tuning = name.partition("@")
+    multiply, kind, outputs_first = FORMS[plain]
+    if not at:
+        return multiply, kind, outputs_first
+    if not plain.endswith("-kernel"):
+        raise SystemExit(f"error: only kernels can be tuned, not {plain!r}")
+    split, stages = map(int, tuning.split("x"))
+    tuned: Multiply = functools.partial(multiply, config=TuningConfig(split, stages))  # pyright: ignore[reportCallIssue]
+    return tuned, kind, outputs_first
 
 
 def make_weights(kind: str, outputs_first: bool, k: int, n: int, key: jax.Array) -> Weights:
@@ -165,14 +210,20 @@ def time_call(multiply: Multiply, x: jax.Array, weights: list[Weights]) -> tuple
             jax.block_until_ready(program(x, weights))
             times.append(time.perf_counter() - start)
         medians.append(float(np.median(times[2:])))
-    marks = {"f8": "lt$matmul$f8", "lt": '__cublas$lt$matmul"', "cublas": "__cublas$gemm", "triton": "triton"}
+    marks = {
+        "f8": "lt$matmul$f8",
+        "lt": '__cublas$lt$matmul"',
+        "cublas": "__cublas$gemm",
+        "triton": "triton",
+        "mosaic": "mosaic_gpu",
+    }
     return (medians[1] - medians[0]) / (CALLS[1] - CALLS[0]), "+".join(
         name for name, mark in marks.items() if mark in text
     )
 
 
 def bench(shape: str, k: int, n: int, rows: int, form: str) -> None:
-    multiply, kind, outputs_first = FORMS[form]
+    multiply, kind, outputs_first = form_called(form)
     make: Any = jax.jit(functools.partial(make_weights, kind, outputs_first, k, n))
     first = make(jax.random.key(0))
     weight_bytes = sum(array.nbytes for array in first.values())

@@ -37,7 +37,7 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, where: str) -> tuple
         known = ", ".join(("default", *get_args(RopeScalingKind)))
         raise CheckpointError(f"{where}: rope scaling {kind!r} is not supported; supported are {known}")
     try:
-        return theta, _scaling(kind, given, config, family, where)
+        return theta, _scaling(kind, given, config, family, where)  # pyright: ignore[reportArgumentType] - it is one of them
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from error
 

@@ -1,11 +1,16 @@
 """quantized_matmul on a card, at the sizes of a large model."""
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests.kernels.quantized_matmul_cases import CASES, Case, check
+from jaxserve.kernels.quantized_matmul import quantized_matmul
+from jaxserve.kernels.quantized_matmul_mosaic_gpu import TuningConfig, quantized_matmul_mosaic_gpu
+from tests.kernels.quantized_matmul_cases import CASES, Case, check, make_arguments
 
 # Tensor cores sum float8 products with fewer bits, and float32 ones after rounding them to 19 bits.
 TOLERANCE = 2.0**-6
@@ -41,3 +46,46 @@ def test_sizes_of_a_large_model(form: str, shape: str, rows: int) -> None:
         size = options["groups"] if SHAPES[shape].k % options["groups"] == 0 else 96
         options["groups"] = SHAPES[shape].k // size
     check(dataclasses.replace(SHAPES[shape], rows=rows, **options), TOLERANCE)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("rows", [1, 8, 13, 64])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "small"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_hopper_kernel_at_sizes_of_a_large_model(form: str, shape: str, rows: int) -> None:
+    options = dict(FORMATS[form])
+    if "groups" in options:
+        options["groups"] = SHAPES[shape].k // options["groups"]  # so many inputs each
+    check(dataclasses.replace(SHAPES[shape], rows=rows, **options), TOLERANCE, implementation="mosaic_gpu")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("stages", [2, 5])
+@pytest.mark.parametrize("form", FORMATS)
+def test_hopper_kernel_under_every_tuning(form: str, stages: int, split: int) -> None:
+    case = Case(rows=24, k=2048, columns=256, has_residual=True, **{**FORMATS[form], "groups": 16})
+
+    def tuned(x: jax.Array, values: jax.Array, scales: jax.Array, residual: jax.Array, **_: Any) -> jax.Array:
+        return quantized_matmul_mosaic_gpu(
+            x,
+            values[None],
+            scales[:, None] if case.values == "int4" else scales[None],
+            residual,
+            quantize_activations=case.quantize_activations,
+            is_swiglu=False,
+            out_dtype=x.dtype,
+            config=TuningConfig(split, stages),
+        )
+
+    first = check(case, TOLERANCE, function=tuned)
+    np.testing.assert_array_equal(check(case, TOLERANCE, function=tuned), first)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_int4_weights_go_to_the_hopper_kernel_as_they_lie() -> None:
+    """XLA could unpack 4-bit numbers into bytes on the way, which would read and write more than the product reads."""
+    arguments = make_arguments(Case("int4", k=1024, groups=8, columns=256))
+    function = jax.jit(lambda arrays: quantized_matmul(**arrays, implementation="mosaic_gpu"))
+    text = function.lower(arguments).compile().as_text() or ""
+    assert "s4[" in text and "s8[" not in text and "copy" not in text

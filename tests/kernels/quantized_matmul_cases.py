@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -101,15 +102,18 @@ def reference(case: Case, arguments: dict[str, Any]) -> np.ndarray:
     return product + np.asarray(arguments["residual"].astype(jnp.float32)) if case.has_residual else product
 
 
-def check(case: Case, tolerance: float | None = None, **options: Any) -> None:
-    """Asserts that the op, compiled, gives the reference's values.
+def check(
+    case: Case, tolerance: float | None = None, function: Callable[..., jax.Array] | None = None, **options: Any
+) -> np.ndarray:
+    """Asserts that the op, compiled, gives the reference's values, and returns them.
 
     Args:
         tolerance: relative; None: a few roundings of the result's dtype.
+        function: in the op's place.
     """
     arguments = make_arguments(case)
     static = {key: arguments.pop(key) for key in ("quantize_activations", "power_of_two_factors") if key in arguments}
-    function = quantized_matmul_swiglu if case.is_swiglu else quantized_matmul
+    function = function or (quantized_matmul_swiglu if case.is_swiglu else quantized_matmul)
     if case.out_dtype is not None:
         static["out_dtype"] = case.out_dtype
     out = jax.jit(lambda arrays: function(**arrays, **static, **options))(arguments)
@@ -123,8 +127,10 @@ def check(case: Case, tolerance: float | None = None, **options: Any) -> None:
         tolerance = 1e-5 if exact else 2.0**-7
     scale = np.abs(np.asarray(arguments["x"].astype(jnp.float32))).max(axis=1, keepdims=True)
     floor = scale * max(scale.max(), 1.0) if case.is_swiglu else scale
-    error = np.abs(np.asarray(out.astype(jnp.float32)) - expected)
+    actual = np.asarray(out.astype(jnp.float32))
+    error = np.abs(actual - expected)
     assert (error <= tolerance * (np.abs(expected) + 0.5 * floor)).all(), error.max()
+    return actual
 
 
 CASES = {

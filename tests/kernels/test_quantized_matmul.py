@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.kernels.int4 import pack_int4, unpack_int4
 from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
+from jaxserve.kernels.quantized_matmul_mosaic_gpu import (
+    TuningConfig,
+    block_k,
+    choose_config,
+    quantized_matmul_mosaic_gpu,
+    unsupported_reason,
+)
 from jaxserve.kernels.quantized_matmul_xla import quantize_rows
 from tests.kernels.quantized_matmul_cases import CASES, Case, check, make_arguments
+
+needs_interpreter = pytest.mark.skipif(
+    not (0, 11) <= jax.__version_info__ < (0, 12),
+    reason=f"jax {jax.__version__} can't lower or interpret this kernel; 0.11 can",
+)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -106,6 +120,115 @@ def test_swiglu_needs_gate_and_up() -> None:
         quantized_matmul_swiglu(**arguments)
 
 
-def test_a_kernel_that_is_not_there_is_not_replaced() -> None:
-    with pytest.raises(NotImplementedError, match="no Hopper kernel"):
+# Few and small, since the interpreter takes seconds for each: together they reach every branch of the kernel.
+INTERPRETED = {
+    "float8, both, residual": (Case(quantize_activations=True, rows=1, k=256, has_residual=True), TuningConfig(1, 2)),
+    "float8, both, powers of two, split": (
+        Case(quantize_activations=True, power_of_two_factors=True, rows=13, columns=64, has_residual=True),
+        TuningConfig(2, 2),
+    ),
+    "float8, both, fixed input scale": (
+        Case(quantize_activations=True, has_input_scale=True, rows=3, k=256, columns=64, out_dtype=jnp.float32),
+        TuningConfig(1, 3),
+    ),
+    "float8, both, swiglu": (
+        Case(quantize_activations=True, rows=9, k=256, columns=64, is_swiglu=True),
+        TuningConfig(2, 2),
+    ),
+    "float8 weights, residual": (Case(rows=5, k=256, has_residual=True), TuningConfig(1, 4)),
+    "float8 weights, swiglu, split finer than rows": (
+        Case(rows=3, columns=64, is_swiglu=True),
+        TuningConfig(4, 2),
+    ),
+    "int8": (Case("int8", rows=24, k=384), TuningConfig(1, 2)),
+    "int8, split, float32 result": (
+        Case("int8", rows=4, columns=64, out_dtype=jnp.float32, has_residual=True),
+        TuningConfig(2, 2),
+    ),
+    "int4, groups of 128": (Case("int4", rows=8, groups=4), TuningConfig(1, 2)),
+    "int4, groups of 32, split, residual": (
+        Case("int4", rows=5, groups=16, columns=64, has_residual=True),
+        TuningConfig(2, 2),
+    ),
+    "int4, groups of 64, swiglu": (Case("int4", rows=2, groups=8, columns=64, is_swiglu=True), TuningConfig(1, 2)),
+}
+
+
+def interpreted(case: Case, config: TuningConfig) -> Callable[..., jax.Array]:
+    """The kernel in the interpreter, with the arguments of the public function that the case is for."""
+
+    def run(x: jax.Array, values: jax.Array, scales: jax.Array, **options: Any) -> jax.Array:
+        if not case.is_swiglu:
+            values = values[None]
+            scales = scales[:, None] if case.values == "int4" else scales[None]
+        return quantized_matmul_mosaic_gpu(
+            x,
+            values,
+            scales,
+            options.get("residual"),
+            options.get("input_scale"),
+            quantize_activations=case.quantize_activations,
+            power_of_two_factors=case.power_of_two_factors,
+            is_swiglu=case.is_swiglu,
+            out_dtype=jnp.dtype(case.out_dtype or case.dtype),
+            config=config,
+            interpret=plgpu.InterpretGPUParams(),  # pyright: ignore[reportAttributeAccessIssue] (jax 0.10)
+        )
+
+    return run
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("case", "config"), INTERPRETED.values(), ids=INTERPRETED.keys())
+def test_hopper_kernel_equals_the_reference(case: Case, config: TuningConfig) -> None:
+    check(case, function=interpreted(case, config))
+
+
+@needs_interpreter
+def test_hopper_kernel_gives_the_same_bits_each_time() -> None:
+    case = Case("int8", columns=64, out_dtype=jnp.float32)
+    first = check(case, function=interpreted(case, TuningConfig(4, 2)))
+    again = check(case, function=interpreted(case, TuningConfig(4, 2)))  # its threads run in another order
+    np.testing.assert_array_equal(again, first)
+
+
+@pytest.mark.parametrize(
+    ("k", "columns", "is_swiglu"),
+    [(4096, 6144, False), (4096, 4096, False), (4096, 14336, True), (14336, 4096, False), (7168, 8192, False)],
+)
+@pytest.mark.parametrize("form", ["float8", "float8-wide", "int8", "int4"])
+def test_tuning_depends_on_the_shape_alone_and_fits(form: Any, k: int, columns: int, is_swiglu: bool) -> None:
+    for rows in (1, 8, 64):
+        config = choose_config(form, rows, k, columns, is_swiglu=is_swiglu)
+        assert config == choose_config(form, rows, k, columns, is_swiglu=is_swiglu)
+        assert k % (block_k(form) * config.split) == 0
+        assert config.stages >= 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"values": "int4"}, None),
+        ({"dtype": jnp.float32}, "x is float32"),
+        ({"rows": 65}, "rows=65"),
+        ({"k": 576}, "k=576 must be a multiple of 128"),
+        ({"values": "int4", "k": 384, "groups": 3}, "k=384 must be a multiple of 256"),
+        ({"values": "int4", "groups": 2}, "groups of 256"),
+        ({"columns": 96}, "columns=96 of 64"),
+    ],
+)
+@needs_interpreter
+def test_hopper_kernel_says_what_it_does_not_take(changes: dict[str, Any], reason: str | None) -> None:
+    case = Case(**changes)
+    arguments = make_arguments(case)
+    values, scales = arguments["values"], arguments["scales"]
+    found = unsupported_reason(arguments["x"], values, scales, False, jnp.dtype(case.dtype))
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_asking_for_the_hopper_kernel_on_a_cpu_says_why_not() -> None:
+    with pytest.raises(NotImplementedError, match="not a GPU"):
         quantized_matmul(**make_arguments(Case()), implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="not a GPU"):
+        quantized_matmul_swiglu(**make_arguments(Case(is_swiglu=True)), implementation="mosaic_gpu")

@@ -1,0 +1,133 @@
+"""What the product kernels of a decode step do once a thread block has its part of the result, for Hopper.
+
+A cluster of thread blocks may share the k dimension. Its blocks leave their float32 results in memory (in practice: in
+L2), wait for each other, and each one adds up some of the rows, always in the same order: results are reproducible to the
+bit. They go there and back by plain stores and loads: the copy engine's are ordered by neither fence nor barrier of a
+cluster.
+"""
+
+import functools
+from typing import Any, Protocol
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxtyping import Array
+
+TILE = 64  # columns of a weight tile: one wgmma has 64 rows of result
+ROW_ALIGNMENT = 8  # wgmma's columns, and the layout in shared memory
+
+
+class SplitProduct(Protocol):
+    """What is static about a product of rows with weights whose columns are the rows of the tensor cores' result."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def padded_rows(self) -> int: ...
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of the result that each block of a cluster adds up and stores; the last blocks may have none."""
+        ...
+
+    @property
+    def tiles(self) -> int:
+        """Weight tiles that a thread block multiplies side by side."""
+        ...
+
+    @property
+    def split(self) -> int:
+        """Thread blocks of a cluster."""
+        ...
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of the result that a thread block, or a cluster of them, owns."""
+        ...
+
+    @property
+    def is_swiglu(self) -> bool: ...
+    @property
+    def has_residual(self) -> bool: ...
+    @property
+    def out_dtype(self) -> jnp.dtype: ...
+    @property
+    def on_device(self) -> bool: ...
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def has_rows(problem: SplitProduct, rank):
+    return rank * problem.rows_per_rank < problem.rows
+
+
+def rank_rows(problem: SplitProduct, rank):
+    return pl.ds(pl.multiple_of(rank * problem.rows_per_rank, ROW_ALIGNMENT), problem.rows_per_rank)
+
+
+def out_columns(problem: SplitProduct, block):
+    return pl.ds(pl.multiple_of(block * problem.out_columns, TILE), problem.out_columns)
+
+
+def exchange(problem: SplitProduct, block, rank, results: list[Array], parts_ref, barriers) -> None:
+    """Leaves this block's results for the cluster, and waits until all blocks have done so."""
+    for tile, result in enumerate(results):
+        parts_ref.at[block, rank, tile, :, pl.ds(0, problem.padded_rows)][...] = result
+    if problem.on_device:
+        _order_global_memory()
+    plgpu.barrier_arrive(barriers["exchanged"])
+    plgpu.barrier_wait(barriers["exchanged"])
+    if problem.on_device:
+        _order_global_memory()
+
+
+@plgpu.inline_mgpu()
+def _order_global_memory(*_: Any) -> None:
+    """Every thread's stores so far are done before any thread of the warpgroup goes on, and its loads come after.
+
+    The barrier of a cluster orders shared memory alone, and one thread arrives at it for the warpgroup.
+    """
+    mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue] (jax 0.10)
+    mgpu.warpgroup_barrier()
+
+
+def add_parts(problem: SplitProduct, block, rank, parts_ref) -> list[Array]:
+    """The sums over the cluster, of this block's rows: [TILE, rows_per_rank] for each weight tile."""
+    sums = []
+    for tile in range(problem.tiles):
+        parts = [
+            plgpu.load(  # pyright: ignore[reportCallIssue]
+                parts_ref.at[block, part, tile, :, rank_rows(problem, rank)],
+                layout=plgpu.Layout.WGMMA,
+                optimized=False,
+            )
+            for part in range(problem.split)
+        ]
+        sums.append(functools.reduce(jnp.add, parts))
+    return sums
+
+
+def finish(problem: SplitProduct, block, rank, results: list[Array], out_ref, smem, barriers) -> None:
+    """Activation or residual in float32, one rounding, and the store."""
+    # 16-bit elements are transposed by ldmatrix and stmatrix, others between registers.
+    layout = plgpu.Layout.WGMMA if problem.out_dtype.itemsize == 2 else plgpu.Layout.WGMMA_TRANSPOSED
+    if problem.has_residual:
+        plgpu.barrier_wait(barriers["residual"])
+    if problem.is_swiglu:
+        gate, up = results
+        # In this order it takes fewer registers: at 64 rows two thread blocks fit into a multiprocessor.
+        results = [(gate * up) * lax.logistic(gate)]
+    for tile, result in enumerate(results):
+        target = smem["out"].at[:, pl.ds(tile * TILE, TILE)].transpose((1, 0))  # [TILE, rows_per_rank]
+        result = plgpu.layout_cast(result, layout)
+        if problem.has_residual:
+            result = result + plgpu.load(target, layout=layout, optimized=False).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
+        target[...] = result.astype(problem.out_dtype)
+    plgpu.commit_smem()
+    # Rows past the result's end are left out by the copy.
+    plgpu.copy_smem_to_gmem(smem["out"], out_ref.at[rank_rows(problem, rank), out_columns(problem, block)])
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,467 @@
+"""Products of a few rows with a large quantized weight matrix, for Hopper in Pallas Mosaic GPU.
+
+Not measured on a card yet, so it runs only where it is asked for by name.
+
+As in `decode_matmul_mosaic_gpu.py`, such a product takes as long as its weights take to be read. A thread block owns 64 or
+128 outputs. Its memory warpgroup fetches tiles of 64 outputs by 128 bytes of inputs, and the tiles of x beside them,
+through a ring in shared memory. The outputs are the rows of the tensor cores' result and x's rows, padded to 8, its
+columns. Where the outputs alone make too few thread blocks, a cluster of blocks shares k.
+
+What the compute warpgroup does with a tile depends on the weights:
+
+* float8 with rounded activations: both sides go to the tensor cores as they lie. These sum float8 products with some 14
+  bits, so that a tile's result is added to the others in float32.
+* float8 alone: the tile is widened in registers to float16, which takes one instruction for two numbers and is exact; to
+  bfloat16 there is none. x's rows come in float16 as well, each divided by a power of two that fits it into the range.
+* int8: widened in registers to bfloat16, exactly.
+* int4: the same; what a group of inputs gives is multiplied with the group's scales, and added up in float32.
+
+Scales of outputs and factors of rows are multiplied with the sums, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxserve.kernels.decode_matmul_finish import (
+    ROW_ALIGNMENT,
+    TILE,
+    add_parts,
+    exchange,
+    finish,
+    has_rows,
+    out_columns,
+    rank_rows,
+    round_up,
+)
+from jaxserve.kernels.quantized_matmul_xla import quantize_rows
+
+Form = Literal["float8", "float8-wide", "int8", "int4"]
+
+ROW_BYTES = 128  # of a weight tile: the widest swizzle
+MAX_ROWS = 64
+MAX_SPLIT = 4
+MIN_STAGES = 2
+GROUP_LENGTHS = (32, 64, 128)
+
+_MULTIPROCESSORS = 132
+_RING_BYTES = 104 * 1024  # two blocks fit into a multiprocessor's shared memory
+_MAX_STAGES = 12
+_FLOAT16_TOP = 2.0**12  # what rows in float16 are scaled to: their sums, and numbers 2**26 times smaller, stay in range
+
+_X_DTYPES: dict[Form, Any] = {
+    "float8": jnp.float8_e4m3fn,
+    "float8-wide": jnp.float16,
+    "int8": jnp.bfloat16,
+    "int4": jnp.bfloat16,
+}
+_W_DTYPES: dict[Form, Any] = {
+    "float8": jnp.float8_e4m3fn,
+    "float8-wide": jnp.float8_e4m3fn,
+    "int8": jnp.int8,
+    "int4": jnp.int4,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """How a product is cut: `split` thread blocks share the k dimension, each keeps `stages` tiles in flight."""
+
+    split: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        if self.split not in (1, 2, 4):
+            raise ValueError(f"{self.split=} must be 1, 2 or 4")
+        if self.stages < MIN_STAGES:
+            raise ValueError(f"{self.stages=} must be at least {MIN_STAGES}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything that is static: one compiled kernel belongs to one of these."""
+
+    form: Form
+    rows: int
+    k: int
+    columns: int  # of the result
+    group_length: int  # int4: inputs that share scales
+    is_swiglu: bool
+    has_residual: bool
+    out_dtype: jnp.dtype
+    config: TuningConfig
+    interpret: Any
+
+    @property
+    def on_device(self) -> bool:
+        return self.interpret is None
+
+    @property
+    def split(self) -> int:
+        return self.config.split
+
+    @property
+    def padded_rows(self) -> int:
+        return round_up(self.rows, ROW_ALIGNMENT)
+
+    @property
+    def tiles(self) -> int:
+        return tiles_per_block(self.columns, self.is_swiglu)
+
+    @property
+    def out_columns(self) -> int:
+        return TILE if self.is_swiglu else self.tiles * TILE
+
+    @property
+    def rows_per_rank(self) -> int:
+        return round_up(-(-self.padded_rows // self.split), ROW_ALIGNMENT)
+
+    @property
+    def block_k(self) -> int:
+        return block_k(self.form)
+
+    @property
+    def steps(self) -> int:
+        return self.k // (self.block_k * self.split)
+
+    @property
+    def groups_per_step(self) -> int:
+        """Runs of inputs in a step whose products are scaled on their own."""
+        return self.block_k // self.group_length if self.form == "int4" else 1
+
+    @property
+    def copies_per_step(self) -> int:
+        return 1 + self.tiles * (2 if self.form == "int4" else 1)
+
+
+def block_k(form: Form) -> int:
+    """Inputs of a weight tile."""
+    return 2 * ROW_BYTES if form == "int4" else ROW_BYTES
+
+
+def tiles_per_block(columns: int, is_swiglu: bool) -> int:
+    """Gate and up, or two neighbours where the columns allow it: x is then fetched half as often."""
+    return 2 if is_swiglu or columns % (2 * TILE) == 0 else 1
+
+
+def choose_config(form: Form, rows: int, k: int, columns: int, *, is_swiglu: bool) -> TuningConfig:
+    """Picks by shape alone, so that every start compiles the same program: enough blocks for every multiprocessor."""
+    tiles = tiles_per_block(columns, is_swiglu)
+    blocks = columns // (TILE if is_swiglu else tiles * TILE)
+    split = 1
+    while split < MAX_SPLIT and blocks * split < _MULTIPROCESSORS and k % (2 * split * block_k(form)) == 0:
+        split *= 2
+    x_bytes = round_up(rows, ROW_ALIGNMENT) * block_k(form) * jnp.dtype(_X_DTYPES[form]).itemsize
+    stage_bytes = tiles * TILE * ROW_BYTES + x_bytes
+    return TuningConfig(split, stages=max(MIN_STAGES, min(_RING_BYTES // stage_bytes, _MAX_STAGES)))
+
+
+def form_of(values: Array, quantize_activations: bool) -> Form:
+    if values.dtype == jnp.float8_e4m3fn:
+        return "float8" if quantize_activations else "float8-wide"
+    return "int8" if values.dtype == jnp.int8 else "int4"
+
+
+def unsupported_reason(
+    x: Array, values: Array, scales: Array, quantize_activations: bool, out_dtype: jnp.dtype
+) -> str | None:
+    """Why the kernel can't take validated arguments of `quantized_matmul` or its SwiGLU form, or None if it can."""
+    rows, k = x.shape
+    form, columns = form_of(values, quantize_activations), values.shape[-2]
+    if jax.__version_info__ >= (0, 12):
+        return f"jax {jax.__version__} wants stores of whole cache lines, which the kernel does not make; 0.11 does not"
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}, must be bfloat16"
+    if out_dtype not in (jnp.bfloat16, jnp.float32):
+        return f"{out_dtype=} is neither bfloat16 nor float32"
+    if not 1 <= rows <= MAX_ROWS:
+        return f"{rows=} is not in 1..{MAX_ROWS}"
+    if k % block_k(form) or columns % TILE:
+        return f"{k=} must be a multiple of {block_k(form)} and {columns=} of {TILE}"
+    if form == "int4" and k // scales.shape[0] not in GROUP_LENGTHS:
+        return f"groups of {k // scales.shape[0]} inputs are not of {GROUP_LENGTHS}"
+    return None
+
+
+def _fetch(problem: Problem, block, rank, refs, smem, barriers) -> None:
+    """The memory warpgroup: tiles of the weights, of x, and of the groups' scales, and the residual."""
+    stages, steps = problem.config.stages, problem.steps
+    first_step = rank * steps
+
+    def along_k(step, length):
+        return pl.ds(pl.multiple_of((first_step + step) * length, length), length)
+
+    def fetch(step, slot):
+        ready = barriers["ready"].at[slot]
+        for tile in range(problem.tiles):
+            part, output = (tile, block * TILE) if problem.is_swiglu else (0, (block * problem.tiles + tile) * TILE)
+            outputs = pl.ds(pl.multiple_of(output, TILE), TILE)
+            plgpu.copy_gmem_to_smem(
+                refs["w"].at[part, outputs, along_k(step, problem.block_k)], smem["w"].at[slot, tile], ready
+            )
+            if problem.form == "int4":
+                groups = along_k(step, problem.groups_per_step)
+                plgpu.copy_gmem_to_smem(refs["scales"].at[groups, part, outputs], smem["scales"].at[slot, tile], ready)
+        # The box of the copy is as tall as the padded rows; what lies outside of x reads as zero.
+        plgpu.copy_gmem_to_smem(
+            refs["x"].at[pl.ds(0, problem.padded_rows), along_k(step, problem.block_k)],
+            smem["x"].at[slot],
+            ready,
+            oob_mode=plgpu.OOBFillMode.ZEROS,
+        )
+
+    ahead = min(stages, steps)
+    if problem.on_device:
+        # In this order: what a dependent kernel fetches before its own wait was complete before this kernel ran.
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
+    for step in range(ahead):
+        fetch(step, step)
+    if problem.has_residual:
+
+        @pl.when(has_rows(problem, rank))
+        def _():
+            plgpu.copy_gmem_to_smem(
+                refs["residual"].at[rank_rows(problem, rank), out_columns(problem, block)],
+                smem["out"],
+                barriers["residual"],
+                oob_mode=plgpu.OOBFillMode.ZEROS,
+            )
+
+    def refill(step, carry):
+        slot = lax.rem(step, stages)
+        plgpu.barrier_wait(barriers["consumed"].at[slot])
+        fetch(step, slot)
+        return carry
+
+    lax.fori_loop(ahead, steps, refill, None)
+    for slot in range(ahead):  # no barrier may be left with an arrival that nobody saw
+        plgpu.barrier_wait(barriers["consumed"].at[slot])
+
+
+def _left_side(problem: Problem, tile, smem, slot) -> Any:
+    """A weight tile [TILE, block_k] as the tensor cores take it: a reference, or widened in registers."""
+    narrow = smem["w"].at[slot, tile]
+    if problem.form == "float8":
+        return narrow
+    dtype = _X_DTYPES[problem.form]
+    if problem.form == "int4":
+        wide = plgpu.load(narrow, layout=plgpu.Layout.WGMMA_UPCAST_4X)  # pyright: ignore[reportCallIssue]
+        wide = plgpu.layout_cast(wide, plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)
+    else:
+        wide = plgpu.load(narrow, layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)  # pyright: ignore[reportCallIssue]
+    return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
+
+
+def _product(problem: Problem, left, x) -> Array:
+    """[TILE, padded_rows], in float32."""
+
+    def body(accumulator):
+        plgpu.wgmma(accumulator, left, x)
+        return accumulator[...]
+
+    return pl.run_scoped(body, plgpu.ACC((TILE, problem.padded_rows), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _multiply(problem: Problem, smem, barriers) -> list[Array]:
+    """The compute warpgroup's part of k: one [TILE, padded_rows] float32 result for each weight tile."""
+    row_layout = plgpu.Layout.WGMMA.reduce(1)
+    length = problem.block_k // problem.groups_per_step
+
+    def step(i, sums):
+        slot = lax.rem(i, problem.config.stages)
+        plgpu.barrier_wait(barriers["ready"].at[slot])
+        new_sums = []
+        for tile, total in enumerate(sums):
+            left = _left_side(problem, tile, smem, slot)
+            if not problem.on_device and problem.form != "float8":  # the interpreter multiplies references only
+                smem["wide"].at[tile][...] = left
+                left = smem["wide"].at[tile]
+            for group in range(problem.groups_per_step):
+                inputs = slice(group * length, (group + 1) * length)
+                x = smem["x"].at[slot, :, pl.ds(group * length, length)].transpose((1, 0))
+                if problem.groups_per_step == 1:
+                    part = left
+                else:
+                    part = left[:, inputs] if problem.on_device else left.at[:, pl.ds(group * length, length)]
+                product = _product(problem, part, x)
+                if problem.form == "int4":
+                    scales = plgpu.load(smem["scales"].at[slot, tile, group], layout=row_layout, optimized=False)  # pyright: ignore[reportCallIssue]
+                    product = product * lax.broadcast_in_dim(scales.astype(jnp.float32), product.shape, [0])
+                total = total + product
+            new_sums.append(total)
+        plgpu.barrier_arrive(barriers["consumed"].at[slot])
+        return tuple(new_sums)
+
+    zeros = plgpu.layout_cast(jnp.zeros((TILE, problem.padded_rows), jnp.float32), plgpu.Layout.WGMMA)
+    return list(lax.fori_loop(0, problem.steps, step, (zeros,) * problem.tiles))
+
+
+def _scale(problem: Problem, block, results: list[Array], refs) -> list[Array]:
+    """Results times the scales of their outputs and the factors of their rows."""
+    scaled = []
+    for tile, result in enumerate(results):
+        if problem.form != "int4":
+            part, output = (tile, block * TILE) if problem.is_swiglu else (0, (block * problem.tiles + tile) * TILE)
+            outputs = pl.ds(pl.multiple_of(output, TILE), TILE)
+            scales = plgpu.load(  # pyright: ignore[reportCallIssue]
+                refs["scales"].at[part, outputs], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+            )
+            result = result * lax.broadcast_in_dim(scales, result.shape, [0])
+        if "factors" in refs:
+            factors = plgpu.load(refs["factors"], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
+            result = result * lax.broadcast_in_dim(factors, result.shape, [1])
+        scaled.append(result)
+    return scaled
+
+
+def _scratch(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shared memory and barriers of a thread block."""
+    stages, tiles, rows = problem.config.stages, problem.tiles, problem.padded_rows
+    x_dtype, w_dtype = _X_DTYPES[problem.form], _W_DTYPES[problem.form]
+    # A group's inputs must be whole tiles of x.
+    x_bytes = min(ROW_BYTES, problem.block_k // problem.groups_per_step * jnp.dtype(x_dtype).itemsize)
+    x_transforms = (
+        plgpu.TilingTransform((8, x_bytes // jnp.dtype(x_dtype).itemsize)),
+        plgpu.SwizzleTransform(x_bytes),
+    )
+    w_transforms = (plgpu.TilingTransform((8, problem.block_k)), plgpu.SwizzleTransform(ROW_BYTES))
+    smem: dict[str, Any] = {
+        "out": plgpu.SMEM((problem.rows_per_rank, problem.out_columns), problem.out_dtype),
+        "w": plgpu.SMEM((stages, tiles, TILE, problem.block_k), w_dtype, transforms=w_transforms),
+        "x": plgpu.SMEM((stages, rows, problem.block_k), x_dtype, transforms=x_transforms),
+    }
+    barriers: dict[str, Any] = {
+        "ready": plgpu.Barrier(num_arrivals=problem.copies_per_step, num_barriers=stages),
+        "consumed": plgpu.Barrier(num_barriers=stages),
+    }
+    if problem.form == "int4":
+        smem["scales"] = plgpu.SMEM((stages, tiles, problem.groups_per_step, TILE), jnp.bfloat16)
+    if not problem.on_device:
+        smem["wide"] = plgpu.SMEM((tiles, TILE, problem.block_k), x_dtype)
+    if problem.split > 1:
+        barriers["exchanged"] = plgpu.ClusterBarrier(collective_axes=("rank",))
+    if problem.has_residual:
+        barriers["residual"] = plgpu.Barrier()
+    return smem, barriers
+
+
+def _kernel(problem: Problem, arrays: dict[str, Array]) -> Array:
+    split, names = problem.split, tuple(arrays)
+
+    def quantized_matmul(*all_refs, smem, barriers):
+        refs = dict(zip(names, all_refs, strict=False))
+        out_ref, parts_ref = all_refs[len(names) :]
+        block = lax.axis_index("block")
+        rank = lax.axis_index("rank") if split > 1 else jnp.int32(0)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def _compute():
+            if problem.on_device:
+                plgpu.griddepcontrol_wait()
+            results = _scale(problem, block, _multiply(problem, smem, barriers), refs)
+            if split == 1:
+                finish(problem, block, rank, results, out_ref, smem, barriers)
+                return
+            exchange(problem, block, rank, results, parts_ref, barriers)
+
+            @pl.when(has_rows(problem, rank))
+            def _():
+                sums = add_parts(problem, block, rank, parts_ref)
+                finish(problem, block, rank, sums, out_ref, smem, barriers)
+
+        @pl.when(warpgroup == 1)
+        def _memory():
+            _fetch(problem, block, rank, refs, smem, barriers)
+
+    smem, barriers = _scratch(problem)
+    blocks = problem.columns // problem.out_columns
+    # The last ranks' rows may end past the padded ones: what they read there goes nowhere.
+    parts_shape = (blocks, split, problem.tiles, TILE, split * problem.rows_per_rank) if split > 1 else (1,)
+    out, _ = plgpu.kernel(
+        quantized_matmul,
+        out_type=(
+            jax.ShapeDtypeStruct((problem.rows, problem.columns), problem.out_dtype),
+            jax.ShapeDtypeStruct(parts_shape, jnp.float32),
+        ),
+        scratch_types={"smem": smem, "barriers": barriers},
+        grid=(blocks,),
+        grid_names=("block",),
+        cluster=(split,) if split > 1 else (),
+        cluster_names=("rank",) if split > 1 else (),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=problem.interpret,
+    )(*arrays.values())
+    return out
+
+
+def _rows_in_float16(x: Array) -> tuple[Array, Array]:
+    """Rows divided by powers of two, and these: of bfloat16 nothing is lost but what is 2**26 times below the largest."""
+    wide = x.astype(jnp.float32)
+    largest = jnp.maximum(jnp.max(jnp.abs(wide), axis=1, keepdims=True), 2.0**-100)
+    factors = jnp.exp2(jnp.ceil(jnp.log2(largest))) / _FLOAT16_TOP
+    return (wide / factors).astype(jnp.float16), factors
+
+
+# The inner jit lets all layers of a program share one lowered kernel; a call site costs nothing then.
+@functools.partial(
+    jax.jit,
+    static_argnames=("quantize_activations", "power_of_two_factors", "is_swiglu", "out_dtype", "config", "interpret"),
+)
+def quantized_matmul_mosaic_gpu(
+    x: Float[Array, "rows k"],
+    values: Array,  # [parts, columns, k], int4: [parts, columns, k / 2]
+    scales: Array,  # [parts, columns], int4: [groups, parts, columns]
+    residual: Float[Array, "rows columns"] | None = None,
+    input_scale: Float[Array, ""] | None = None,
+    *,
+    quantize_activations: bool,
+    power_of_two_factors: bool = False,
+    is_swiglu: bool,
+    out_dtype: jnp.dtype,
+    config: TuningConfig | None = None,
+    interpret: Any = None,
+) -> Float[Array, "rows columns"]:
+    """Computes what `quantized_matmul` (one part) and `quantized_matmul_swiglu` (gate and up) document.
+
+    `config=None` takes `choose_config`'s; `interpret` takes `plgpu.InterpretGPUParams()` to run on a CPU.
+    """
+    rows, k = x.shape
+    form, columns = form_of(values, quantize_activations), values.shape[1]
+    config = choose_config(form, rows, k, columns, is_swiglu=is_swiglu) if config is None else config
+    if k % (block_k(form) * config.split):
+        raise ValueError(f"{k=} must be a multiple of {block_k(form)} times {config.split=}")
+    factors = None
+    if form == "float8":
+        x, factors = quantize_rows(x, input_scale, power_of_two_factors=power_of_two_factors)
+    elif form == "float8-wide":
+        x, factors = _rows_in_float16(x)
+    # The copy engine fills up fewer rows than a tile has, but not the last of several tiles.
+    padding = round_up(rows, ROW_ALIGNMENT) - rows
+    if rows > ROW_ALIGNMENT and padding:
+        x = jnp.pad(x, ((0, padding), (0, 0)))
+    group_length = k
+    if form == "int4":
+        group_length = k // scales.shape[0]
+        values = lax.bitcast_convert_type(values, jnp.int4).reshape(*values.shape[:-1], k)
+    problem = Problem(
+        form, rows, k, columns, group_length, is_swiglu, residual is not None, jnp.dtype(out_dtype), config, interpret
+    )
+    arrays = {"x": x, "w": values, "scales": scales}
+    if factors is not None:
+        arrays["factors"] = jnp.pad(factors[:, 0], (0, padding))
+    if residual is not None:
+        arrays["residual"] = residual
+    return _kernel(problem, arrays)
