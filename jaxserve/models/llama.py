@@ -45,13 +45,39 @@ def forward(
 
     Runs inside `jax.shard_map`: `params` and `cache` are this device's shards, `batch` and the result are replicated.
     """
+    return forward_with_taps(params, cache, batch, config=config, collectives=collectives)[:2]
+
+
+def forward_with_taps(
+    params: LlamaParams,
+    cache: KVCache,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    collectives: Collectives,
+    tap_layers: tuple[int, ...] = (),
+) -> tuple[Float[Array, "tokens hidden"], KVCache, tuple[Float[Array, "tokens hidden"], ...]]:
+    """As `forward`, and what goes into each of `tap_layers` (the number of layers: what comes out of the last one)."""
     stream = _like_between_layers(embed_tokens(params, batch, collectives=collectives), params.layers[0], collectives)
     rope = rotary_tables(batch, config=config)
     # Traced and lowered once for all layers; XLA inlines the calls.
     one_layer = jax.jit(partial(decoder_layer, config=config, collectives=collectives))
+    taps: dict[int, Array] = {}
     for index, layer in enumerate(params.layers):
+        if index in tap_layers:
+            taps[index] = stream_sum(stream)
         stream, cache = one_layer(layer, jnp.int32(index), stream, cache, batch, rope)
-    return final_norm(params, stream, config=config), cache
+    if len(params.layers) in tap_layers:
+        taps[len(params.layers)] = stream_sum(stream)
+    return final_norm(params, stream, config=config), cache, tuple(taps[index] for index in tap_layers)
+
+
+def stream_sum(stream: Stream) -> Float[Array, "tokens hidden"]:
+    """The residual stream itself."""
+    update = stream.update
+    if update.ndim == stream.residual.ndim:
+        return stream.residual + update
+    return (stream.residual.astype(jnp.float32) + jnp.sum(update, axis=0)).astype(stream.residual.dtype)
 
 
 def embed_tokens(params: LlamaParams, batch: Batch, *, collectives: Collectives) -> Stream:
@@ -90,9 +116,25 @@ def decoder_layer(
     """One layer: attention, then the MLP, each added to the residual."""
     with jax.named_scope("attention_norm"):
         x, normed = add_rms_norm(stream.residual, stream.update, layer.attention_norm, config.rms_norm_eps)
+    return layer_of_normed(layer, index, x, normed, cache, batch, rope, config=config, collectives=collectives)
+
+
+def layer_of_normed(
+    layer: LayerParams,
+    index: Int32[Array, ""],
+    residual: Float[Array, "tokens hidden"],
+    normed: Float[Array, "tokens inputs"],
+    cache: KVCache,
+    batch: Batch,
+    rope: RopeTables,
+    *,
+    config: ModelConfig,
+    collectives: Collectives,
+) -> tuple[Stream, KVCache]:
+    """One layer from what its attention takes in, which may be wider than the residual stream."""
     attended, cache = _attention(layer, index, normed, cache, batch, rope, config, collectives)
     with jax.named_scope("mlp_norm"):
-        x, normed = add_rms_norm(x, attended, layer.mlp_norm, config.rms_norm_eps)
+        x, normed = add_rms_norm(residual, attended, layer.mlp_norm, config.rms_norm_eps)
     with jax.named_scope("mlp"):
         activated = swiglu(normed, layer.w_gate_up, layer.b_gate_up)
         return Stream(residual=x, update=row_parallel(activated, layer.w_down, layer.b_down, collectives)), cache
