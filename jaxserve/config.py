@@ -232,7 +232,7 @@ class EngineConfig:
             of 128); None: they stay as they are.
         kv_cache_dtype: element type of the KV cache; "auto": the weights' `dtype`; "fp8" and "fp8_e4m3": float8_e4m3fn.
         static_batching: each batch is held until all of it is done, before others are let in; for comparison only.
-        speculative: how tokens are drafted for the model to verify several at a time; None: they are not.
+        speculative_config: how tokens are drafted for the model to verify several at a time; None: they are not.
     """
 
     max_model_len: int | None = None
@@ -257,7 +257,7 @@ class EngineConfig:
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDType = "auto"
     static_batching: bool = False
-    speculative: SpeculativeConfig | None = None
+    speculative_config: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -286,7 +286,7 @@ class EngineConfig:
             raise ValueError(f"load_format={self.load_format!r} must be auto or dummy")
         if self.quantization is not None:
             QuantizationConfig.named(self.quantization)  # raises if there is none of that name
-        synthetic = None if self.speculative is None else self.speculative.synthetic_acceptance
+        synthetic = None if self.speculative_config is None else self.speculative_config.synthetic_acceptance
         if synthetic is not None and self.load_format != "dummy":
             raise ValueError(
                 f"speculative_synthetic_acceptance={synthetic} makes up what the model says: it goes with "

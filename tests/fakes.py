@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings
 from jaxserve.config import ModelConfig
+from jaxserve.engine.draft_lengths import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError, RequestOutput, TokenLogprobs
 from jaxserve.engine.time_histogram import TimeCounts
@@ -64,6 +65,7 @@ class FakeStats:
     step_times: TimeCounts = field(default_factory=lambda: TimeCounts((1.0,), (0, 0), 0.0))
     device_kind: str = "cpu"
     kv_offload: OffloadStats | None = None
+    speculative: SpeculativeStats | None = None
     replicas: tuple[FakeStats | None, ...] = ()
 
 

@@ -43,10 +43,10 @@ def test_a_wrong_value_is_told(text: str, message: str) -> None:
 
 def test_synthetic_acceptance_goes_with_random_weights_alone() -> None:
     config = SpeculativeConfig("ngram", 3, synthetic_acceptance=0.8)
-    EngineConfig(speculative=config, load_format="dummy")
+    EngineConfig(speculative_config=config, load_format="dummy")
     with pytest.raises(
         ValueError, match=r"speculative_synthetic_acceptance=0.8 .* load_format='dummy' alone, not 'auto'"
     ):
-        EngineConfig(speculative=config)
+        EngineConfig(speculative_config=config)
     with pytest.raises(ValueError, match=r"speculative_synthetic_acceptance=1\.5 must lie in 0\.\.1"):
         SpeculativeConfig("ngram", 3, synthetic_acceptance=1.5)

@@ -26,6 +26,7 @@ from jaxserve.engine.build import (
     resolve_cache_dtype,
     select_devices,
 )
+from jaxserve.engine.build_drafting import Model
 from jaxserve.engine.client import EngineClient, Replica
 from jaxserve.engine.replicas import ReplicatedEngine
 from jaxserve.models.presets import preset_config
@@ -60,11 +61,17 @@ def start_engine(model: str, config: EngineConfig, progress: Progress) -> Engine
     from jaxserve.checkpoint.store import load_checkpoint
 
     folder = resolve_model(model, progress)
+    draft_model = None if config.speculative_config is None else config.speculative_config.model
+    draft_folder = None if draft_model is None else resolve_model(draft_model, progress)
 
     def build(config: EngineConfig, replica: Replica) -> EngineClient:
         mesh = make_engine_mesh(config, replica.index)
         checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
-        return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica)
+        draft = None
+        if draft_folder is not None:
+            drafting = load_checkpoint(draft_folder, config.dtype, progress, mesh=mesh)
+            draft = Model(drafting.model_config, drafting.params)
+        return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft)
 
     return replicas.start_engine(config, build)
 

@@ -21,7 +21,10 @@ from jaxserve.cli.options import (
     PrefixCaching,
     QuantizationName,
     SchedulingPolicyName,
+    SpeculativeConfigJson,
+    SyntheticAcceptance,
     Verbose,
+    read_speculative_config,
 )
 from jaxserve.cli.profile import kernels
 from jaxserve.cli.progress import progress_on
@@ -75,7 +78,8 @@ def run(
     data_parallel_size: Annotated[int | None, typer.Option(help="Replicas of the model.")] = None,
     quantization: QuantizationName = None,
     kv_cache_dtype: KVCacheDTypeName = "auto",
-    speculative_config: options.SpeculativeConfig = None,
+    speculative_config: SpeculativeConfigJson = None,
+    speculative_synthetic_acceptance: SyntheticAcceptance = None,
     static_batching: options.StaticBatching = False,
     enable_prefix_caching: PrefixCaching = False,
     scheduling_policy: SchedulingPolicyName = "fcfs",
@@ -131,7 +135,8 @@ def run(
                 "data_parallel_size": data_parallel_size,
                 "quantization": quantization,
                 "kv_cache_dtype": kv_cache_dtype,
-                "speculative_config": speculative_config,
+                "speculative_config": read_speculative_config(speculative_config, speculative_synthetic_acceptance),
+                "load_format": None if speculative_synthetic_acceptance is None else "dummy",
                 "static_batching": static_batching or None,
                 "enable_prefix_caching": enable_prefix_caching,
                 "scheduling_policy": scheduling_policy,

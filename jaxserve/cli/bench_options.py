@@ -48,9 +48,6 @@ Endpoint = Annotated[
 ApiKey = Annotated[
     str | None, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="Key that the endpoint wants.")
 ]
-SpeculativeConfig = Annotated[
-    str | None, typer.Option(metavar="JSON", help="Speculation, as `jaxserve serve --speculative-config` has it.")
-]
 StaticBatching = Annotated[
     bool, typer.Option("--static-batching", help="Hold each batch until all of it is done, for comparison.")
 ]

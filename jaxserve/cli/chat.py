@@ -24,7 +24,9 @@ from jaxserve.cli.options import (
     NumPages,
     PageSize,
     QuantizationName,
+    SpeculativeConfigJson,
     Verbose,
+    read_speculative_config,
 )
 from jaxserve.cli.progress import progress_on
 from jaxserve.config import EngineConfig
@@ -70,6 +72,7 @@ def chat(
     kv_cache_dtype: KVCacheDTypeName = "auto",
     page_size: PageSize = _ENGINE.page_size,
     num_pages: NumPages = None,
+    speculative_config: SpeculativeConfigJson = None,
     device: DeviceName = "auto",
     verbose: Verbose = 0,
 ) -> None:
@@ -95,6 +98,7 @@ def chat(
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            speculative_config=read_speculative_config(speculative_config),
             device=device,
         )
         run_chat(model, config, settings, system_prompt)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from jaxserve.cli.chat_session import AnswerPiece, ChatError, Message
+from jaxserve.cli.chat_session import AnswerPiece, ChatError, Drafted, Message
 from jaxserve.cli.chat_settings import ChatSettings
 from jaxserve.protocol.errors import ApiError, BadRequestError
 from jaxserve.protocol.parsing import parse_chat_request
@@ -55,6 +55,10 @@ class ServiceBackend:
         stats = dataclasses.asdict(self._service.engine.stats())  # pyright: ignore[reportArgumentType]
         del stats["step_times"]  # a table, for dashboards
         return stats
+
+    def drafted(self) -> Drafted | None:
+        stats = self._service.engine.stats().speculative
+        return None if stats is None else Drafted(stats.num_draft_tokens, stats.num_accepted_tokens)
 
 
 def _request(messages: Sequence[Message], settings: ChatSettings | None = None) -> ChatCompletionRequest:

@@ -11,7 +11,7 @@ from jaxserve.cli.chat_settings import with_overrides
 HELP = """\
 /help            this text
 /exit            leave (as does Ctrl-D)
-/stats           numbers about the last answer: tokens, time to first token, tokens/s
+/stats           numbers about the last answer: tokens, time to first token, tokens/s, drafts
 /metrics         numbers about the engine since it started
 /reset           start afresh: forget all questions and answers
 /set             show the settings

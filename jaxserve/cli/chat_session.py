@@ -20,6 +20,18 @@ class ChatError(Exception):
 
 
 @dataclass(frozen=True)
+class Drafted:
+    """Tokens that were drafted for the model, and how many of them it kept."""
+
+    tokens: int
+    accepted: int
+
+    def since(self, before: Drafted) -> Drafted:
+        """What came after `before`."""
+        return Drafted(self.tokens - before.tokens, self.accepted - before.accepted)
+
+
+@dataclass(frozen=True)
 class AnswerPiece:
     """Some more of an answer.
 
@@ -56,6 +68,10 @@ class ChatBackend(Protocol):
         """Numbers of the engine by name."""
         ...
 
+    def drafted(self) -> Drafted | None:
+        """What was drafted since the start; None: nothing ever is."""
+        ...
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -72,6 +88,7 @@ class AnswerStats:
     Attributes:
         time_to_first_token: from the question to the first piece of text; None if none came.
         decode_time: from the first piece to the last.
+        drafted: for this answer; None: nothing ever is.
     """
 
     prompt_tokens: int
@@ -80,6 +97,7 @@ class AnswerStats:
     decode_time: float
     finish_reason: str
     forgotten_exchanges: int
+    drafted: Drafted | None = None
 
     def text(self) -> str:
         lines = [
@@ -91,6 +109,9 @@ class AnswerStats:
         if self.generated_tokens > 1 and self.decode_time > 0:
             rate = (self.generated_tokens - 1) / self.decode_time
             lines.append(f"decode: {rate:.1f} tokens/s ({1000 / rate:.1f} ms per token)")
+        if self.drafted is not None:
+            share = f" ({self.drafted.accepted / self.drafted.tokens:.0%})" if self.drafted.tokens else ""
+            lines.append(f"drafts: {self.drafted.accepted} of {self.drafted.tokens} tokens kept{share}")
         return "\n".join(lines)
 
 
@@ -149,6 +170,7 @@ class ChatSession:
         text, generated_tokens, finish_reason = "", 0, "interrupted"
         started = time.monotonic()
         first = last = None
+        before = self.backend.drafted()
         stream = self.backend.stream(self.messages(kept, question), self.settings)
         try:
             async for piece in _until(interrupted, stream):
@@ -163,6 +185,7 @@ class ChatSession:
         finally:
             await stream.aclose()
         self.exchanges = (*kept, Exchange(question, text)) if text else kept
+        drafted = self.backend.drafted()
         self.last_stats = AnswerStats(
             prompt_tokens=prompt_tokens,
             generated_tokens=generated_tokens,
@@ -170,6 +193,7 @@ class ChatSession:
             decode_time=0.0 if first is None or last is None else last - first,
             finish_reason=finish_reason,
             forgotten_exchanges=forgotten,
+            drafted=None if drafted is None or before is None else drafted.since(before),
         )
         return self.last_stats
 

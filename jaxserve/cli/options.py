@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from jaxserve.speculative_config import SpeculativeConfig
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 Model = Annotated[
@@ -64,7 +66,39 @@ SchedulingPolicyName = Annotated[
     Literal["fcfs", "priority", "sjf"],
     typer.Option(help="Whose turn comes first: who came first, whose priority is smaller, or whose prompt is shorter."),
 ]
+SpeculativeConfigJson = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config", metavar="JSON",
+        help='How tokens are drafted for the model to verify several at a time, such as \'{"method": "ngram", '
+        '"num_speculative_tokens": 4}\'; unset: they are not.',
+    ),
+]  # fmt: skip
+SyntheticAcceptance = Annotated[
+    float | None,
+    typer.Option(
+        "--speculative-synthetic-acceptance", metavar="SHARE",
+        help="Keep each draft with this probability, whatever it is: for benchmarks with random weights.",
+    ),
+]  # fmt: skip
 DeviceName = Annotated[Literal["auto", "cpu", "gpu"], typer.Option(help="Where the model runs.")]
+
+
+def read_speculative_config(text: str | None, synthetic_acceptance: float | None = None) -> SpeculativeConfig | None:
+    """What the two options say together.
+
+    Raises:
+        ValueError: the JSON is wrong, or there is none that the acceptance belongs to.
+    """
+    if text is not None:
+        return SpeculativeConfig.from_json(text, synthetic_acceptance=synthetic_acceptance)
+    if synthetic_acceptance is not None:
+        raise ValueError(
+            f"--speculative-synthetic-acceptance {synthetic_acceptance} has no effect without --speculative-config"
+        )
+    return None
+
+
 Verbose = Annotated[
     int,
     typer.Option(

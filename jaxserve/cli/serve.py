@@ -22,7 +22,10 @@ from jaxserve.cli.options import (
     PrefixCaching,
     QuantizationName,
     SchedulingPolicyName,
+    SpeculativeConfigJson,
+    SyntheticAcceptance,
     Verbose,
+    read_speculative_config,
 )
 from jaxserve.cli.progress import progress_on
 from jaxserve.config import EngineConfig, ServerConfig
@@ -66,6 +69,8 @@ def serve(
     kv_offload_gib: KvOffloadGib = _ENGINE.kv_offload_gib,
     scheduling_policy: SchedulingPolicyName = _ENGINE.scheduling_policy,
     max_tpot_ms: MaxTpotMs = None,
+    speculative_config: SpeculativeConfigJson = None,
+    speculative_synthetic_acceptance: SyntheticAcceptance = None,
     device: DeviceName = "auto",
     max_body_bytes: options.MaxBodyBytes = _SERVER.max_body_bytes,
     shutdown_timeout: options.ShutdownTimeout = _SERVER.shutdown_timeout,
@@ -104,6 +109,7 @@ def serve(
             data_parallel_size=data_parallel_size,
             max_num_queued_requests=max_num_queued_requests,
             max_num_queued_tokens=max_num_queued_tokens,
+            speculative_config=read_speculative_config(speculative_config, speculative_synthetic_acceptance),
         )
         server_config = ServerConfig(
             host=host,

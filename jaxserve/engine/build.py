@@ -155,13 +155,13 @@ def build_engine(
     """Plans memory, compiles every program and starts the engine thread, of one replica.
 
     Args:
-        draft: the model that drafts, where `config.speculative` asks for one, as its checkpoint has it.
+        draft: the model that drafts, where `config.speculative_config` asks for one, as its checkpoint has it.
 
     Raises:
         OutOfMemoryError: too little memory for the KV cache that is asked for.
         ValueError: sizes or models that do not go together.
     """
-    check_draft_model(config.speculative, model_config, draft)
+    check_draft_model(config.speculative_config, model_config, draft)
     mesh = make_engine_mesh(config, replica.index)
     dtype = resolve_dtype(config, mesh)
     cache_dtype = resolve_cache_dtype(config, dtype)
@@ -184,13 +184,17 @@ def build_engine(
         limits.max_num_batched_tokens,
         limits.max_prefill_rows,
         few_programs=_platform(mesh) == "cpu",
-        num_speculative_tokens=0 if config.speculative is None else config.speculative.num_speculative_tokens,
+        num_speculative_tokens=0
+        if config.speculative_config is None
+        else config.speculative_config.num_speculative_tokens,
     )
     drafting = None
-    if config.speculative is not None:
+    if config.speculative_config is not None:
         if draft is not None:
             draft = Model(with_longest_sequence(draft.config, limits.max_model_len), draft.params)
-        drafting = make_drafting(config.speculative, Model(device_config, params), draft, sizes, mesh, cache_dtype)
+        drafting = make_drafting(
+            config.speculative_config, Model(device_config, params), draft, sizes, mesh, cache_dtype
+        )
     runner = ModelRunner(
         device_config,
         params,
@@ -233,8 +237,8 @@ def build_engine(
                 buckets.prefill_tokens, None if _platform(mesh) == "cpu" else _GPU_BALANCED_TOKENS
             ),
             drafting=None
-            if config.speculative is None
-            else DraftLengths(config.speculative.method, buckets.draft_lengths, buckets.drafting_rows[-1]),
+            if config.speculative_config is None
+            else DraftLengths(config.speculative_config.method, buckets.draft_lengths, buckets.drafting_rows[-1]),
         ),
         runner=runner,
         device_kind=mesh.devices.flat[0].device_kind,
@@ -252,7 +256,7 @@ def _place_draft(draft: Model, config: EngineConfig, mesh: Mesh, progress: Progr
 
 def _config_of_draft(config: EngineConfig) -> EngineConfig:
     """What the configuration says of the draft model's weights."""
-    quantization = None if config.speculative is None else config.speculative.quantization
+    quantization = None if config.speculative_config is None else config.speculative_config.quantization
     return dataclasses.replace(config, quantization=quantization)  # pyright: ignore[reportArgumentType] - it checks that
 
 
@@ -262,8 +266,10 @@ def build_dummy_engine(
     """An engine with seeded random weights, made on the devices: for benchmarks. So is a draft model, of a named shape."""
     target = _dummy_model(model_config, config, progress, replica)
     draft = None
-    if config.speculative is not None and config.speculative.model is not None:
-        draft = _dummy_model(preset_config(config.speculative.model), _config_of_draft(config), progress, replica)
+    if config.speculative_config is not None and config.speculative_config.model is not None:
+        draft = _dummy_model(
+            preset_config(config.speculative_config.model), _config_of_draft(config), progress, replica
+        )
     return build_engine(target.config, target.params, config, progress, replica, draft)
 
 

@@ -36,7 +36,7 @@ def check_draft_model(config: SpeculativeConfig | None, target: ModelConfig, dra
     wants_one = config is not None and config.method == "draft_model"
     if wants_one != (draft is not None):
         raise ValueError(
-            f"speculative={config} {'needs a' if wants_one else 'takes no'} draft model beside the model that is served"
+            f"speculative_config={config} {'needs a' if wants_one else 'takes no'} draft model beside the one that is served"
         )
     if draft is not None and draft.config.vocab_size != target.vocab_size:
         raise ValueError(

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from jaxserve.config import ModelConfig
+from jaxserve.engine.draft_lengths import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.request import RequestOutput
 from jaxserve.engine.time_histogram import TimeCounts
@@ -69,6 +70,11 @@ class Stats(Protocol):
     @property
     def kv_offload(self) -> OffloadStats | None:
         """Of KV pages in host memory; None: none are kept there."""
+        ...
+
+    @property
+    def speculative(self) -> SpeculativeStats | None:
+        """Of drafts; None: the engine makes none."""
         ...
 
     @property

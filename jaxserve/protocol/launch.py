@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from jax.sharding import Mesh
+
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, check_files, read_manifest
 from jaxserve.checkpoint.source import resolve_model
 from jaxserve.checkpoint.store import converted_folder, load_checkpoint
 from jaxserve.config import EngineConfig, ToolCallFormat
 from jaxserve.engine.build import build_engine, make_engine_mesh
+from jaxserve.engine.build_drafting import Model
 from jaxserve.engine.client import EngineClient, Replica
 from jaxserve.engine.replicas import start_engine
 from jaxserve.engine.request import RequestError
@@ -44,11 +49,13 @@ def launch(
     check_files(folder, read_manifest(folder))
     tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
     template = load_chat_template(tokenizer, model)
+    draft_folder = resolve_draft_model(config, tokenizer, progress)
 
     def build(config: EngineConfig, replica: Replica) -> EngineClient:
         mesh = make_engine_mesh(config, replica.index)
         checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
-        return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica)
+        draft = None if draft_folder is None else load_draft_model(draft_folder, config, progress, mesh)
+        return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft)
 
     engine = start_engine(config, build)
     service = OpenAIService(
@@ -66,6 +73,35 @@ def launch(
             service.close()
             raise ValueError(f"the pinned prompt cannot be served: {error}") from error
     return service
+
+
+def resolve_draft_model(config: EngineConfig, tokenizer: Tokenizer, progress: Progress) -> Path | None:
+    """The folder of the model that drafts, converted; None: no model of its own does.
+
+    Raises:
+        CheckpointError: it cannot be found, or its tokens are others than those of the model that is served.
+    """
+    model = None if config.speculative_config is None else config.speculative_config.model
+    if model is None:
+        return None
+    folder = converted_folder(resolve_model(model, progress), progress)
+    check_files(folder, read_manifest(folder))
+    own = load_tokenizer(folder / TOKENIZER_FOLDER)
+    shared = min(own.vocab_size, tokenizer.vocab_size)
+    different = next((token for token in range(shared) if own.token_bytes(token) != tokenizer.token_bytes(token)), None)
+    if different is not None:
+        raise CheckpointError(
+            f"the draft model {model} has other tokens than the model: token {different} is "
+            f"{own.token_bytes(different)!r} in the one and {tokenizer.token_bytes(different)!r} in the other; use a draft "
+            "model of the same family"
+        )
+    return folder
+
+
+def load_draft_model(folder: Path, config: EngineConfig, progress: Progress, mesh: Mesh) -> Model:
+    """The model that drafts, to be placed beside the one that is served."""
+    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
+    return Model(checkpoint.model_config, checkpoint.params)
 
 
 def load_chat_template(tokenizer: Tokenizer, model: str) -> ChatTemplate | None:

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
+from jaxserve.engine.draft_lengths import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.time_histogram import TimeCounts, TimeHistogram
 from jaxserve.protocol.engine_protocol import Stats
@@ -25,7 +26,8 @@ ALIASED = frozenset({
     "prompt_tokens", "generation_tokens", "num_preemptions", "request_success", "time_to_first_token_seconds",
     "inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds",
     "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
-    "request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+    "request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens", "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
 })  # fmt: skip
 
 _FIRST_TOKEN_BUCKETS = (
@@ -182,6 +184,8 @@ class _EngineCollector(Collector):
             yield from _of_replicas(stats.replicas)
         else:
             yield from _of_one(stats)
+        if stats.speculative is not None:
+            yield from _of_drafts(stats.speculative)
         device = GaugeMetricFamily(
             f"{PREFIX}device_info", "The device that the model runs on.", labels=["device", "model"]
         )
@@ -195,6 +199,26 @@ def _of_one(stats: Stats) -> Iterator[Metric]:
     for name, description, value in _counters(stats):
         yield CounterMetricFamily(f"{PREFIX}{name}", description, value=value)
     yield _times_family(*_STEP_TIMES, stats.step_times)
+
+
+def _of_drafts(stats: SpeculativeStats) -> Iterator[Metric]:
+    """What was drafted and kept, of all replicas together."""
+    for name, description, value in (
+        ("num_drafts", "Sequences that brought drafts to a step, one for each step.", stats.num_drafts),
+        ("num_draft_tokens", "Tokens that were drafted.", stats.num_draft_tokens),
+        ("num_accepted_tokens", "Drafted tokens that the model kept.", stats.num_accepted_tokens),
+    ):
+        family = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", description, labels=["method"])
+        family.add_metric([stats.method], value)
+        yield family
+    by_position = CounterMetricFamily(
+        f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+        "Drafted tokens that the model kept, by their place after the last token.",
+        labels=["method", "position"],
+    )
+    for position, value in enumerate(stats.accepted_per_position):
+        by_position.add_metric([stats.method, str(position)], value)
+    yield by_position
 
 
 def _of_replicas(replicas: Sequence[Stats | None]) -> Iterator[Metric]:

@@ -53,6 +53,9 @@ class FakeBackend:
     def metrics(self) -> Mapping[str, object]:
         return {"num_running": 0, "num_pages": 7}
 
+    def drafted(self) -> Drafted | None:
+        return None
+
 
 if __name__ == "__main__":
     asyncio.run(talk(ChatSession(FakeBackend(), ChatSettings()), "Hello from the fake."))

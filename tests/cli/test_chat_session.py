@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from jaxserve.cli.chat_session import AnswerStats, ChatError, ChatSession
+from jaxserve.cli.chat_session import AnswerStats, ChatError, ChatSession, Drafted
 from jaxserve.cli.chat_settings import ChatSettings
 from tests.cli.fake_backend import FakeBackend
 
@@ -109,6 +109,20 @@ def test_stats_tell_tokens_and_times() -> None:
     text = AnswerStats(10, 5, 0.25, 0.4, "stop", 0).text()
     assert "time to first token: 250 ms" in text
     assert "10.0 tokens/s (100.0 ms per token)" in text
+    assert "drafts" not in text
+
+
+def test_stats_tell_how_many_drafts_of_the_answer_were_kept() -> None:
+    class Drafting(FakeBackend):
+        counts = iter([Drafted(30, 20), Drafted(50, 35)])
+
+        def drafted(self) -> Drafted:
+            return next(self.counts)
+
+    session = ChatSession(Drafting(), ChatSettings())
+    ask(session, "one two")
+    assert session.last_stats is not None
+    assert "drafts: 15 of 20 tokens kept (75%)" in session.last_stats.text()
 
 
 def test_reset_forgets_everything_but_the_settings() -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from jaxserve.cli.main import build_app
 from jaxserve.cli.serve_options import read_api_keys
 from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.speculative_config import SpeculativeConfig
 
 
 @pytest.fixture
@@ -51,6 +52,25 @@ def test_flags_reach_the_server(started: list[tuple[EngineConfig, ServerConfig]]
         timeout_keep_alive=9.0, max_connections=50,
     )  # fmt: skip
     assert (engine.max_num_queued_requests, engine.max_num_queued_tokens) == (5, 600)
+
+
+def test_speculation_is_read_and_what_is_wrong_is_told(started: list[tuple[EngineConfig, ServerConfig]]) -> None:
+    assert serve("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}').exit_code == 0
+    ((engine, _),) = started
+    assert engine.speculative_config == SpeculativeConfig("ngram", 4)
+    for flags, message in (
+        (["--speculative-config", '{"method": "ngram"}'], "lacks num_speculative_tokens"),
+        (["--speculative-synthetic-acceptance", "0.8"], "has no effect without --speculative-config"),
+        (
+            ["--speculative-synthetic-acceptance", "0.8", "--speculative-config",
+             '{"method": "ngram", "num_speculative_tokens": 4}'],
+            "load_format='dummy' alone",
+        ),
+    ):  # fmt: skip
+        outcome = serve(*flags)
+        assert outcome.exit_code != 0
+        assert message in outcome.output
+    assert len(started) == 1
 
 
 def test_without_flags_the_defaults_hold(started: list[tuple[EngineConfig, ServerConfig]]) -> None:

@@ -71,7 +71,7 @@ def test_penalties_and_min_tokens_at_a_position_know_the_drafts_before_it() -> N
 def test_drafters_that_do_not_fit_the_engine_are_refused(
     speculative: SpeculativeConfig, draft: int | None, message: str
 ) -> None:
-    config = EngineConfig(max_model_len=64, max_num_seqs=1, page_size=4, num_pages=18, speculative=speculative)
+    config = EngineConfig(max_model_len=64, max_num_seqs=1, page_size=4, num_pages=18, speculative_config=speculative)
     model = None if draft is None else Model(dataclasses.replace(MODEL_CONFIG, vocab_size=draft), tiny_params())
     with pytest.raises(ValueError, match=message):
         build_engine(MODEL_CONFIG, tiny_params(), config, NoProgress(), draft=model)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.engine.draft_lengths import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.protocol.observer import RequestCourse
 from jaxserve.protocol.prompts import PromptBuilder
@@ -80,8 +81,11 @@ def test_a_request_that_never_ran_has_no_times_of_running() -> None:
     assert value(text, "jaxserve:e2e_request_latency_seconds_count") == 1
 
 
-def test_common_metrics_have_vllm_s_names_too() -> None:
-    metrics = Metrics(ServiceSlot(fake_service(FakeEngine(say("x")))))
+def test_common_metrics_have_vllm_s_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(say("x"))
+    drafts = SpeculativeStats("ngram", 0, 0, 0, accepted_per_position=(0,))
+    monkeypatch.setattr(engine, "stats", lambda: FakeStats(num_running=0, num_waiting=0, speculative=drafts))
+    metrics = Metrics(ServiceSlot(fake_service(engine)))
     metrics.finished(COURSE)
     text = metrics.exposition().decode()
     families = {family.name for family in text_string_to_metric_families(text)}
@@ -135,3 +139,16 @@ def test_pages_in_host_memory_are_told_where_there_are_any() -> None:
     for name, expected in (("stored_pages", 7), ("restored_pages", 3), ("dropped_pages", 2), ("hit_tokens", 48)):
         assert value(text, f"jaxserve:kv_offload_{name}_total", engine="1") == expected
     assert not [name for name in values(text) if "kv_offload" in name[0] and ("engine", "0") in name[1]]
+
+
+def test_drafts_are_told_by_method_and_position_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(say("a"))
+    drafts = SpeculativeStats("ngram", 10, 30, 17, accepted_per_position=(9, 5, 3))
+    stats = FakeStats(num_running=0, num_waiting=0, speculative=drafts)
+    monkeypatch.setattr(engine, "stats", lambda: stats)
+    text = Metrics(ServiceSlot(fake_service(engine))).exposition().decode()
+    for name, expected in (("drafts", 10), ("draft_tokens", 30), ("accepted_tokens", 17)):
+        assert value(text, f"jaxserve:spec_decode_num_{name}_total", method="ngram") == expected
+        assert value(text, f"vllm:spec_decode_num_{name}_total", method="ngram", engine="0", model_name=MODEL_NAME) == expected
+    kept = "jaxserve:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(text, kept, method="ngram", position=str(position)) for position in range(3)] == [9, 5, 3]
