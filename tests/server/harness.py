@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -14,8 +15,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from jaxserve.config import ServerConfig
+from jaxserve.protocol.service import OpenAIService
 from jaxserve.server.app import create_app
 from jaxserve.server.connection import uvicorn_config
+from jaxserve.server.lifecycle import QuietServer
 from jaxserve.server.listener import bind
 from jaxserve.server.slot import ServiceSlot
 from tests.fakes import FakeEngine, fake_service
@@ -44,6 +47,23 @@ async def listening(
     finally:
         server.should_exit = True
         await serving
+
+
+@contextmanager
+def serving(service: OpenAIService) -> Iterator[str]:
+    """Serves from a thread, for clients that block; yields the URL. The service stays open."""
+    listener = bind("127.0.0.1", 0)
+    settings = uvicorn_config(create_app(service, ServerConfig()), ServerConfig())
+    settings.timeout_graceful_shutdown = 1
+    server = QuietServer(settings)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The `openai` package and a real server with a random model: calls that are forced, and an agent of three turns; both
+"""The `openai` package and a server with a random model: calls that are forced, and an agent of three turns; both
 on the routes of chat completions and of responses.
 """
 
@@ -12,10 +12,14 @@ import openai
 import pytest
 from jsonschema import Draft202012Validator
 
-from tests.server.processes import server_process
-from tests.server.test_openai_client import LAUNCH, MODEL
+from jaxserve import EngineConfig
+from jaxserve.progress import NoProgress
+from jaxserve.protocol.launch import launch, load_chat_template
+from jaxserve.protocol.service import OpenAIService
+from tests.server.harness import serving
 from tests.tiny_model import write_tiny_llama
 
+MODEL = "tiny"
 TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"
@@ -41,21 +45,27 @@ HOT: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIService]:
+    """One engine for every form of calls."""
+    model = write_tiny_llama(
+        tmp_path_factory.mktemp("model") / "model", chat_template=TEMPLATE, max_position_embeddings=2048
+    )
+    config = EngineConfig(device="cpu", max_num_seqs=2, max_num_batched_tokens=64)
+    service = launch(str(model), config, NoProgress(), MODEL)
+    yield service
+    service.close()
+
+
 @pytest.fixture(scope="module", params=["hermes", "llama3_json", "mistral", "pythonic"])
-def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    folder = tmp_path_factory.mktemp("server")
-    model = write_tiny_llama(folder / "model", chat_template=TEMPLATE, max_position_embeddings=2048)
-    flags = [
-        "--port", "0", "--served-model-name", MODEL, "--max-num-seqs", "2", "--max-num-batched-tokens", "64",
-        "--tool-call-parser", request.param,
-    ]  # fmt: skip
-    with server_process(["-c", LAUNCH, "serve", str(model), *flags], folder / "log", home=folder) as process:
-        process.wait_ready()
-        with openai.OpenAI(base_url=f"{process.url()}/v1", api_key="x", max_retries=0, timeout=60) as client:
-            yield client
-        process.process.terminate()
-        assert process.exit_code() == 0
-        assert "Traceback" not in process.log
+def client(request: pytest.FixtureRequest, launched: OpenAIService) -> Iterator[openai.OpenAI]:
+    template = load_chat_template(launched.tokenizer, MODEL)
+    service = OpenAIService(launched.engine, launched.tokenizer, template, MODEL, tool_call_parser=request.param)
+    with (
+        serving(service) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=60) as client,
+    ):
+        yield client
 
 
 def call_in(message: Any) -> Any:
