@@ -27,6 +27,7 @@ _DTYPES = {
     "F8_E4M3": FLOAT8_E4M3,
     "F8_E5M2": FLOAT8_E5M2,
 }
+_INTEGERS = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64), "BOOL": np.dtype(np.bool_)}
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -66,12 +67,16 @@ class SafetensorsSource:
     Tensors are read, not mapped: what was read counts as this process's memory only as long as it is in use.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, integers: bool = False) -> None:
         """Checks every file's header.
+
+        Args:
+            integers: tensors may hold whole numbers as well, such as tables of tokens.
 
         Raises:
             CheckpointError: if a file is missing, short, malformed or outside, or lacks a tensor that the index has.
         """
+        self._dtypes = _DTYPES | _INTEGERS if integers else _DTYPES
         self._places: dict[str, _Place] = {}
         for path in weight_files(folder):
             for name, place in _places(path).items():
@@ -102,9 +107,9 @@ class SafetensorsSource:
 
     def dtype(self, name: str) -> np.dtype:
         place = self._places[name]
-        if place.dtype not in _DTYPES:
+        if place.dtype not in self._dtypes:
             raise CheckpointError(f"{place.path}: tensor {name!r} has dtype {place.dtype}, which is not supported")
-        return _DTYPES[place.dtype]
+        return self._dtypes[place.dtype]
 
     def read(self, name: str) -> np.ndarray:
         place, dtype = self._places[name], self.dtype(name)

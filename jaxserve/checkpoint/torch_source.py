@@ -61,8 +61,8 @@ def load_tensors(path: Path) -> dict[str, Any]:
     return tensors
 
 
-def numpy_dtype(tensor: Any, where: str) -> np.dtype:
-    """Raises CheckpointError for a dtype that weights cannot have."""
+def numpy_dtype(tensor: Any, where: str, *, integers: bool = False) -> np.dtype:
+    """Raises CheckpointError for a dtype that weights (or, where they may be, whole numbers) cannot have."""
     name = str(tensor.dtype).removeprefix("torch.")
     dtypes = {
         "float64": np.dtype(np.float64),
@@ -70,14 +70,16 @@ def numpy_dtype(tensor: Any, where: str) -> np.dtype:
         "float16": np.dtype(np.float16),
         "bfloat16": BFLOAT16,
     }
+    if integers:
+        dtypes |= {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64), "bool": np.dtype(np.bool_)}
     if name not in dtypes:
         raise CheckpointError(f"{where} has dtype {name}, which is not supported")
     return dtypes[name]
 
 
-def to_numpy(tensor: Any, where: str) -> np.ndarray:
+def to_numpy(tensor: Any, where: str, *, integers: bool = False) -> np.ndarray:
     """A copy of a tensor's values."""
-    dtype = numpy_dtype(tensor, where)
+    dtype = numpy_dtype(tensor, where, integers=integers)
     if dtype != BFLOAT16:
         return np.array(tensor.numpy())
     return np.array(tensor.contiguous().view(dtype=_torch_int16(tensor)).numpy()).view(BFLOAT16)
@@ -90,8 +92,13 @@ def _torch_int16(tensor: Any) -> Any:
 class BinSource:
     """A `TensorSource` over the pickled files of a Hugging Face folder."""
 
-    def __init__(self, files: list[Path]) -> None:
-        """Raises CheckpointError as `load_tensors`, or if two files have a tensor of one name."""
+    def __init__(self, files: list[Path], *, integers: bool = False) -> None:
+        """Raises CheckpointError as `load_tensors`, or if two files have a tensor of one name.
+
+        Args:
+            integers: tensors may hold whole numbers as well, such as tables of tokens.
+        """
+        self._integers = integers
         self._tensors: dict[str, tuple[Any, Path]] = {}
         for path in files:
             for name, tensor in load_tensors(path).items():
@@ -113,8 +120,8 @@ class BinSource:
 
     def dtype(self, name: str) -> np.dtype:
         tensor, path = self._tensors[name]
-        return numpy_dtype(tensor, f"{path}: tensor {name!r}")
+        return numpy_dtype(tensor, f"{path}: tensor {name!r}", integers=self._integers)
 
     def read(self, name: str) -> np.ndarray:
         tensor, path = self._tensors[name]
-        return to_numpy(tensor, f"{path}: tensor {name!r}")
+        return to_numpy(tensor, f"{path}: tensor {name!r}", integers=self._integers)
