@@ -36,6 +36,7 @@ class SpeculativeConfig:
         num_layers: how many of the model's layers draft; None: a quarter of them (early_exit).
         prompt_lookup_max, prompt_lookup_min: longest and shortest run of last tokens that is looked for (ngram). Only one
             of them given: the other is the same.
+        adaptive: draft fewer tokens, or none, where more would not pay; else always as many as there is room for.
         synthetic_acceptance: every draft is accepted with this probability, whatever the model thinks of it: for benchmarks
             with random weights; None: drafts are verified.
 
@@ -50,6 +51,7 @@ class SpeculativeConfig:
     num_layers: int | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    adaptive: bool = True
     synthetic_acceptance: float | None = None
 
     def __post_init__(self) -> None:
@@ -72,6 +74,8 @@ class SpeculativeConfig:
             raise ValueError('speculative method "draft_model" needs "model": a name or folder, of the same vocabulary')
         if self.num_layers is not None and (not _is_int(self.num_layers) or self.num_layers < 1):
             raise ValueError(f"speculative num_layers={self.num_layers!r} must be at least 1")
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"speculative adaptive={self.adaptive!r} must be true or false")
         self._check_lookup()
         accepted = self.synthetic_acceptance
         if accepted is not None and not (isinstance(accepted, (int, float)) and 0.0 <= accepted <= 1.0):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
-from jaxserve.engine.buckets import make_buckets
+from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.build_drafting import Model, check_draft_model, draft_bytes_per_token, make_drafting
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, Replica
 from jaxserve.engine.device_batch import Sizes
@@ -35,6 +35,7 @@ from jaxserve.models.rope import with_longest_sequence
 from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import Progress
 from jaxserve.sharding.mesh import make_mesh
+from jaxserve.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -236,9 +237,7 @@ def build_engine(
             prefill_sizes=PrefillSizes(
                 buckets.prefill_tokens, None if _platform(mesh) == "cpu" else _GPU_BALANCED_TOKENS
             ),
-            drafting=None
-            if config.speculative_config is None
-            else DraftLengths(config.speculative_config.method, buckets.draft_lengths, buckets.drafting_rows[-1]),
+            drafting=None if config.speculative_config is None else _draft_lengths(config.speculative_config, buckets),
         ),
         runner=runner,
         device_kind=mesh.devices.flat[0].device_kind,
@@ -246,6 +245,10 @@ def build_engine(
     )
     client.start()
     return client
+
+
+def _draft_lengths(config: SpeculativeConfig, buckets: Buckets) -> DraftLengths:
+    return DraftLengths(config.method, buckets.draft_lengths, buckets.drafting_rows[-1], adaptive=config.adaptive)
 
 
 def _place_draft(draft: Model, config: EngineConfig, mesh: Mesh, progress: Progress) -> Model:

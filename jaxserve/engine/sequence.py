@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from jaxserve.constraint import TokenConstraint
+from jaxserve.engine.draft_record import DraftRecord
 from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import FinishReason, Request, TokenLogprobs
 
@@ -53,6 +54,7 @@ class Sequence:
     num_computed: int = 0
     num_in_flight: int = 0
     num_drafts_in_flight: int = 0
+    draft_record: DraftRecord = field(default_factory=DraftRecord)  # how often its drafts were right
     num_known_in_flight: int = 0
     forced_tokens: tuple[int, ...] = ()
     is_decoding: bool = False

@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from jaxserve.cli.chat import talk
-from jaxserve.cli.chat_session import AnswerPiece, ChatError, ChatSession, Message
+from jaxserve.cli.chat_session import AnswerPiece, ChatError, ChatSession, Drafted, Message
 from jaxserve.cli.chat_settings import ChatSettings
 
 

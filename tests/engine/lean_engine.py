@@ -69,7 +69,7 @@ def lean_engine(
         drafting=drafting,
     )
     runner.warm_up(NoProgress())
-    lengths = None if speculative is None else DraftLengths(speculative.method, (length,), 3)
+    lengths = None if speculative is None else DraftLengths(speculative.method, (length,), 3, adaptive=False)
     engine = EngineClient(
         config=EngineConfig(seed=0),
         model_config=MODEL_CONFIG,

@@ -13,9 +13,13 @@ from tests.engine.drafting_device import DraftingRunner
 from tests.engine.scheduler_harness import Harness, make_limits
 
 
-def drafting_harness(limits: SchedulerLimits, *, accuracy: float, seed: int = 0, length: int = 3) -> Harness:
+def drafting_harness(
+    limits: SchedulerLimits, *, accuracy: float, seed: int = 0, length: int = 3, adaptive: bool = False
+) -> Harness:
     harness = Harness(limits)
-    harness.scheduler = Scheduler(limits, drafting=DraftLengths("fake", (length,), limits.max_num_seqs))
+    harness.scheduler = Scheduler(
+        limits, drafting=DraftLengths("fake", (length,), limits.max_num_seqs, adaptive=adaptive)
+    )
     harness.runner = DraftingRunner(limits, accuracy, seed)
     return harness
 
