@@ -43,21 +43,21 @@ class ChoiceText:
         self,
         index: int,
         tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int],
+        detokenizer: Detokenizer,
         *,
         stops: Sequence[str],
         skip_special_tokens: bool,
         min_tokens: int = 0,
         max_tokens: int | None = None,
         text_length: int = 0,
-        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
         """Starts at the prompt's end.
 
         Args:
+            detokenizer: at the prompt's end, and the choice's own from now on.
+            skip_special_tokens: the token that ended the choice is not shown.
             min_tokens: a stop string is looked for in the text after that many tokens.
             max_tokens: 0: what the engine generates is not the choice's, which ends at once. None: the engine counts.
-            shown_ids: control tokens that are shown in any case.
             text_length: characters that stand before the choice's text, such as an echoed prompt's.
         """
         self.index = index
@@ -69,7 +69,7 @@ class ChoiceText:
         self._min_tokens = min_tokens
         self._is_empty = max_tokens == 0
         self._length = text_length
-        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens, shown_ids)
+        self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
 
     def push(self, output: RequestOutput) -> TextDelta:

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import Any
 
 from jaxserve.protocol.errors import BadRequestError
-from jaxserve.protocol.requests import ChatPromptFields
+from jaxserve.protocol.requests import ChatCompletionRequest, ChatPromptFields, CompletionRequest, GenerationRequest
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
+from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt, ready for the engine.
+
+    Attributes:
+        param: what errors call it.
+        detokenizer: at its end; each choice goes on with a copy.
+        echo: its text, where that is told.
+    """
+
+    token_ids: list[int]
+    param: str
+    detokenizer: Detokenizer
+    echo: str = ""
 
 
 class PromptBuilder:
@@ -26,14 +44,48 @@ class PromptBuilder:
         template: ChatTemplate | None,
         *,
         max_model_len: int,
+        vocab_size: int,
         allow_special_tokens_in_content: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._allow_special_tokens = allow_special_tokens_in_content
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
         longest = max((len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1)
         self._max_prompt_bytes = max_model_len * max(longest, 1)
+
+    def conversation(
+        self,
+        request: ChatCompletionRequest,
+        param: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        shown_ids: frozenset[int],
+    ) -> EncodedPrompt:
+        """The prompt of a conversation; `shown_ids` are control tokens that belong to the answer's text.
+
+        Raises:
+            BadRequestError: as for `chat`.
+        """
+        token_ids = self.chat(request, param, tools)
+        return EncodedPrompt(token_ids, param, self._detokenizer(request, token_ids, shown_ids))
+
+    def completions(self, request: CompletionRequest, shown_ids: frozenset[int]) -> list[EncodedPrompt]:
+        """Every prompt of a request for completions, with its text where it is to be echoed.
+
+        Raises:
+            BadRequestError: as for `completion`.
+        """
+        encoded: list[EncodedPrompt] = []
+        several = isinstance(request.prompt, list) and not isinstance(request.prompt[0], int)
+        for position, prompt in enumerate(request.prompts()):
+            param = f"prompt[{position}]" if several else "prompt"
+            token_ids = self.completion(prompt, param, add_special_tokens=request.add_special_tokens)
+            echo = ""
+            if request.echo:
+                echo = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+            encoded.append(EncodedPrompt(token_ids, param, self._detokenizer(request, token_ids, shown_ids), echo))
+        return encoded
 
     def chat(
         self, request: ChatPromptFields, param: str = "messages", tools: Sequence[Mapping[str, Any]] | None = None
@@ -89,9 +141,14 @@ class PromptBuilder:
         """Token ids of a plain prompt; ids that the client sent pass as they are.
 
         Raises:
-            BadRequestError: the prompt gives no tokens, or can never fit.
+            BadRequestError: the prompt gives no tokens, holds ids that are none, or can never fit.
         """
         if not isinstance(prompt, str):
+            if max(prompt) >= self._vocab_size:  # the tokenizer cannot even be asked about some
+                raise BadRequestError(
+                    f"`{param}`: token id {max(prompt)} is outside the vocabulary, which ends at {self._vocab_size - 1}",
+                    param=param,
+                )
             return prompt
         token_ids = self.encode(prompt, param, add_special_tokens=add_special_tokens)
         if not token_ids:
@@ -108,6 +165,9 @@ class PromptBuilder:
         """
         self._check_length([text], param)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _detokenizer(self, request: GenerationRequest, token_ids: list[int], shown_ids: frozenset[int]) -> Detokenizer:
+        return Detokenizer(self._tokenizer, token_ids, request.skip_special_tokens, shown_ids)
 
     def _check_length(self, texts: Iterable[str], param: str) -> None:
         """Refuses what no tokenizing could make fit, before work is spent on it."""

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from jaxserve.config import ToolCallFormat
@@ -21,8 +20,13 @@ from jaxserve.protocol.errors import ApiError, BadRequestError, NotFoundError, f
 from jaxserve.protocol.generation import TextGeneration
 from jaxserve.protocol.logprobs import LogprobWriter
 from jaxserve.protocol.observer import NoObserver, RequestObserver
-from jaxserve.protocol.prompts import PromptBuilder
-from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from jaxserve.protocol.prompts import EncodedPrompt, PromptBuilder
+from jaxserve.protocol.requests import (
+    MAX_PROMPT_TOKEN_IDS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from jaxserve.protocol.responses import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -71,13 +75,6 @@ class ChunkStream(Generic[ChunkT]):
 MAX_LOGPROBS_HELD = 4_000_000  # log probabilities that one response may hold before any of it is sent
 
 
-@dataclass(frozen=True)
-class _EncodedPrompt:
-    token_ids: list[int]
-    param: str  # what errors call it
-    echo: str = ""  # its text, where that is told
-
-
 class OpenAIService:
     """Serves one model. All calls are made on one event loop.
 
@@ -103,6 +100,7 @@ class OpenAIService:
             tokenizer,
             template,
             max_model_len=engine.max_model_len,
+            vocab_size=engine.model_config.vocab_size,
             allow_special_tokens_in_content=allow_special_tokens_in_content,
         )
         self._rules = AnswerRules(tokenizer, template, tool_call_parser)
@@ -147,22 +145,34 @@ class OpenAIService:
         """The token ids that a text or a conversation has as a prompt.
 
         Raises:
-            BadRequestError: as for completions and chat completions; a prompt that is too long for an answer is fine.
+            BadRequestError: as for completions and chat completions; a prompt that is too long for an answer is fine,
+                but not one of more than `MAX_PROMPT_TOKEN_IDS` tokens.
         """
         if request.model is not None:
             self._check_model(request.model)
+        return await self._in_thread(lambda: self._tokens(request))
+
+    def _tokens(self, request: TokenizeTextRequest | TokenizeChatRequest) -> Tokens:
+        """In a thread."""
         if isinstance(request, TokenizeTextRequest):
-            text, adds = request.prompt, request.add_special_tokens
-            token_ids = await self._in_thread(lambda: self._prompts.encode(text, "prompt", add_special_tokens=adds))
+            param = "prompt"
+            adds = request.add_special_tokens
+            token_ids = self._prompts.encode(request.prompt, param, add_special_tokens=adds)
         else:
-            token_ids = await self._in_thread(lambda: self._prompts.chat(request))
+            param = "messages"
+            token_ids = self._prompts.chat(request)
+        if len(token_ids) > MAX_PROMPT_TOKEN_IDS:
+            raise BadRequestError(
+                f"`{param}` has {len(token_ids)} tokens; the limit of a response is {MAX_PROMPT_TOKEN_IDS}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        token = self.tokenizer.token
         return Tokens(
             count=len(token_ids),
             max_model_len=self.engine.max_model_len,
             tokens=token_ids,
-            token_strs=[self.tokenizer.token(token) or "" for token in token_ids]
-            if request.return_token_strs
-            else None,
+            token_strs=[token(token_id) or "" for token_id in token_ids] if request.return_token_strs else None,
         )
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
@@ -230,7 +240,8 @@ class OpenAIService:
     async def _completion_answer(self, request: CompletionRequest, observer: RequestObserver | None) -> Answer:
         self._check_generation(request)
         constraint = await self._rules.constraint(request)
-        prompts = await self._in_thread(lambda: self._encode_prompts(request))
+        shown_ids = self._rules.shown_ids(request, None)
+        prompts = await self._in_thread(lambda: self._prompts.completions(request, shown_ids))
         return self._answer("cmpl", request, prompts, observer, has_echoes=request.echo, constraint=constraint)
 
     async def _response_answer(self, request: ResponsesRequest, observer: RequestObserver | None) -> Answer:
@@ -249,15 +260,15 @@ class OpenAIService:
         use = self._rules.tool_use(request)
         constraint = await self._rules.constraint(request, use)
         tools = use and [tool.model_dump(exclude_none=True) for tool in request.tools]
-        token_ids = await self._in_thread(lambda: self._prompts.chat(request, param, tools=tools))
-        prompts = [_EncodedPrompt(token_ids, param)]
+        shown_ids = self._rules.shown_ids(request, use)
+        prompts = [await self._in_thread(lambda: self._prompts.conversation(request, param, tools, shown_ids))]
         return self._answer(kind, request, prompts, observer, constraint=constraint, tool_use=use)
 
     def _answer(
         self,
         kind: Literal["chatcmpl", "cmpl", "resp"],
         request: GenerationRequest,
-        prompts: Sequence[_EncodedPrompt],
+        prompts: Sequence[EncodedPrompt],
         observer: RequestObserver | None,
         *,
         has_echoes: bool = False,
@@ -265,8 +276,7 @@ class OpenAIService:
         tool_use: ToolUse | None = None,
     ) -> Answer:
         """Queues the prompts; what becomes of them makes up the answer."""
-        shown_ids = self._rules.shown_ids(request, tool_use)
-        generations = self._submit(request, prompts, observer or NoObserver(), constraint, shown_ids)
+        generations = self._submit(request, prompts, observer or NoObserver(), constraint)
         return Answer(
             model=self.model_name,
             generations=generations,
@@ -282,26 +292,12 @@ class OpenAIService:
     def _writer(self, num_top: int | None) -> LogprobWriter | None:
         return None if num_top is None else LogprobWriter(self.tokenizer, num_top)
 
-    def _encode_prompts(self, request: CompletionRequest) -> list[_EncodedPrompt]:
-        """In a thread: token ids of every prompt, and its text where it is to be echoed."""
-        encoded: list[_EncodedPrompt] = []
-        several = isinstance(request.prompt, list) and not isinstance(request.prompt[0], int)
-        for position, prompt in enumerate(request.prompts()):
-            param = f"prompt[{position}]" if several else "prompt"
-            token_ids = self._prompts.completion(prompt, param, add_special_tokens=request.add_special_tokens)
-            echo = ""
-            if request.echo:
-                echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-            encoded.append(_EncodedPrompt(token_ids, param, echo))
-        return encoded
-
     def _submit(
         self,
         request: GenerationRequest,
-        prompts: Sequence[_EncodedPrompt],
+        prompts: Sequence[EncodedPrompt],
         observer: RequestObserver,
         constraint: Constraint | None,
-        shown_ids: frozenset[int],
     ) -> list[TextGeneration]:
         """Queues every prompt, or none: the request fails as a whole."""
         self._check_logprobs(request, prompts)
@@ -318,7 +314,7 @@ class OpenAIService:
                 generations.append(
                     TextGeneration(
                         streams[-1],
-                        self._choices(request, prompt, len(generations) * request.num_drawn, shown_ids),
+                        self._choices(request, prompt, len(generations) * request.num_drawn),
                         prompt_tokens=len(prompt.token_ids),
                         observer=observer,
                         awaits_prompt_logprobs=request.num_prompt_logprobs is not None,
@@ -333,7 +329,7 @@ class OpenAIService:
         return generations
 
     def _sampling(
-        self, request: GenerationRequest, prompt: _EncodedPrompt, constraint: Constraint | None
+        self, request: GenerationRequest, prompt: EncodedPrompt, constraint: Constraint | None
     ) -> SamplingParams:
         room = max(1, self.engine.max_model_len - len(prompt.token_ids))
         if request.min_tokens > room:
@@ -345,25 +341,22 @@ class OpenAIService:
         max_tokens = None if limit is None else min(max(limit, 1), room)
         return request.sampling(max_tokens=max_tokens, constraint=constraint)
 
-    def _choices(
-        self, request: GenerationRequest, prompt: _EncodedPrompt, first_index: int, shown_ids: frozenset[int]
-    ) -> list[ChoiceText]:
+    def _choices(self, request: GenerationRequest, prompt: EncodedPrompt, first_index: int) -> list[ChoiceText]:
         return [
             ChoiceText(
                 first_index + choice,
                 self.tokenizer,
-                prompt.token_ids,
+                prompt.detokenizer.copy(),
                 stops=request.stop,
                 skip_special_tokens=request.skip_special_tokens,
                 min_tokens=request.min_tokens,
                 max_tokens=request.output_limit,
                 text_length=len(prompt.echo),
-                shown_ids=shown_ids,
             )
             for choice in range(request.num_drawn)
         ]
 
-    def _check_logprobs(self, request: GenerationRequest, prompts: Sequence[_EncodedPrompt]) -> None:
+    def _check_logprobs(self, request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> None:
         """Refuses what could only be held in memory as a whole, and is too much for that."""
         held = 0
         limit = request.output_limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,6 +35,12 @@ class Detokenizer:
         self._stream: _Stream = _ByteLevelStream() if scheme.kind == "byte_level" else _ByteFallbackStream(scheme)
         self._replay(prompt_token_ids)
 
+    def copy(self) -> Detokenizer:
+        """Another one that goes on from here: the choices of one prompt need not all read it."""
+        twin = copy.copy(self)
+        twin._stream = self._stream.copy()
+        return twin
+
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens add, as far as it is certain."""
         return "".join(self._stream.push(token) for token in self._shown(token_ids))
@@ -53,17 +60,22 @@ class Detokenizer:
         return shown
 
     def _replay(self, prompt: Sequence[int]) -> None:
-        """Bring the stream to the state at the prompt's end, reading only its first and last tokens."""
+        """Bring the stream to the state at the prompt's end, reading only its first and last tokens.
+
+        That is all of them where nothing but control tokens or byte tokens stands there.
+        """
         start = 0
         while start < len(prompt) and self._stream.may_strip:
             self._stream.push_all(self._shown(prompt[start : start + 1]))
             start += 1
-        tail: list[bytes | int] = []
+        tail: list[bytes | int] = []  # the last one first
         for token_id in reversed(prompt[start:]):
+            if token_id in self._skipped:
+                continue
             if self._stream.is_settled(tail):
                 break
-            tail[:0] = self._shown([token_id])
-        self._stream.push_all(tail)
+            tail += self._shown([token_id])
+        self._stream.push_all(tail[::-1])
         self._stream.forget_output()
 
 
@@ -75,12 +87,13 @@ class _Stream(Protocol):
         """Whether leading spaces of what comes next may be dropped, since the text so far is empty."""
         ...
 
+    def copy(self) -> _Stream: ...
     def push(self, token: bytes | int) -> str: ...
     def push_all(self, tokens: list[bytes | int]) -> None: ...
     def finish(self) -> str: ...
 
     def is_settled(self, tail: list[bytes | int]) -> bool:
-        """Whether the state after these last tokens is independent of what came before them."""
+        """Whether the state after these last tokens, the last one first, is independent of what came before them."""
         ...
 
     def forget_output(self) -> None:
@@ -97,6 +110,11 @@ class _ByteLevelStream:
     @property
     def may_strip(self) -> bool:
         return False
+
+    def copy(self) -> _ByteLevelStream:
+        twin = _ByteLevelStream()
+        twin._decoder.setstate(self._decoder.getstate())
+        return twin
 
     def push(self, token: bytes | int) -> str:
         return self._decoder.decode(token if isinstance(token, bytes) else bytes([token]))
@@ -129,6 +147,11 @@ class _ByteFallbackStream:
     @property
     def may_strip(self) -> bool:
         return self._strippable > 0
+
+    def copy(self) -> _ByteFallbackStream:
+        twin = copy.copy(self)
+        twin._run = bytearray(self._run)
+        return twin
 
     def push(self, token: bytes | int) -> str:
         if isinstance(token, int):
@@ -164,7 +187,7 @@ class _ByteFallbackStream:
         return text
 
     def is_settled(self, tail: list[bytes | int]) -> bool:
-        return bool(tail) and isinstance(tail[0], bytes)
+        return bool(tail) and isinstance(tail[-1], bytes)
 
     def forget_output(self) -> None:
         self._prompt_bytes = len(self._run)

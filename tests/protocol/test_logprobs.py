@@ -18,6 +18,7 @@ from jaxserve.protocol.observer import NoObserver
 from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
 from jaxserve.protocol.responses import ChatCompletion, Completion, CompletionLogprobs
 from jaxserve.protocol.service import OpenAIService
+from jaxserve.text.detokenizer import Detokenizer
 from tests.fakes import EOS, FakeEngine, byte_tokenizer, fake_service, logprobs_of, say
 from tests.text.vocabularies import sentencepiece_tokenizer, token_ids
 
@@ -319,7 +320,8 @@ async def test_nothing_is_told_before_the_prompts_log_probabilities() -> None:
         RequestOutput("ready", 1, (122,), finish_reason="length"),
         RequestOutput("ready", 0, (123,), finish_reason="length"),
     ]
-    choices = [ChoiceText(i, byte_tokenizer(), [97, 98], stops=(), skip_special_tokens=True) for i in range(2)]
+    tokenizer = byte_tokenizer()
+    choices = [ChoiceText(i, tokenizer, Detokenizer(tokenizer), stops=(), skip_special_tokens=True) for i in range(2)]
     generation = TextGeneration(
         ReadyStream(outputs), choices, prompt_tokens=2, observer=NoObserver(), awaits_prompt_logprobs=True
     )

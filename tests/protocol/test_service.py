@@ -201,6 +201,17 @@ async def test_one_bad_prompt_fails_them_all() -> None:
     assert (await complete(service, "fine")).choices[0].text == "x"
 
 
+@pytest.mark.parametrize("token", [259, 2**32, 2**70])
+@pytest.mark.parametrize("echo", [False, True])
+async def test_ids_that_are_no_tokens(token: int, echo: bool) -> None:
+    engine = FakeEngine(say("x"))
+    for prompt, param in (([1, token], "prompt"), ([[1], [token]], "prompt[1]")):
+        with pytest.raises(BadRequestError, match=str(token)) as refused:
+            await complete(fake_service(engine), prompt, echo=echo)
+        assert refused.value.param == param
+    assert not engine.submitted
+
+
 async def test_a_full_queue_fails_all_prompts() -> None:
     engine = FakeEngine(endless, max_live=2)
     with pytest.raises(RateLimitError):

@@ -53,6 +53,14 @@ async def test_more_tokens_than_the_context_has() -> None:
     assert refused.value.code == "context_length_exceeded"
 
 
+async def test_more_tokens_than_a_response_may_hold() -> None:
+    service = fake_service(FakeEngine(say("x"), max_model_len=2_000_000))
+    for field, value in (("prompt", "x" * 1_100_000), ("messages", [{"role": "user", "content": "x" * 1_100_000}])):
+        with pytest.raises(BadRequestError, match="1048576") as refused:
+            await service.tokenize(parse_tokenize_request({field: value}))
+        assert (refused.value.param, refused.value.code) == (field, "context_length_exceeded")
+
+
 async def test_back_to_text() -> None:
     assert (await detokenize(tokens=[256, 0xC3, 0xA9, 258])).prompt == "<|endoftext|>é<|im_end|>"
     assert (await detokenize(tokens=[])).prompt == ""

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from typing import Any
 
 import pytest
 
 from jaxserve.config import ServerConfig
-from tests.fakes import FakeEngine, say
-from tests.server.harness import client_of
+from jaxserve.protocol.service import OpenAIService
+from jaxserve.server.slot import ServiceSlot
+from jaxserve.text.template_sandbox import TemplateLimits
+from tests.fakes import FakeEngine, fake_service, say
+from tests.server.harness import USER, client_of
+from tests.text.vocabularies import sentencepiece_tokenizer, token_ids
 
 pytestmark = pytest.mark.anyio
+
+SLOW_TEMPLATE = (
+    "{% if messages[0].content == 'hi' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}"
+)
+NESTED: Any = {"type": "string"}
+for _depth in range(20):
+    _deeper = {"type": "object", "properties": {f"a{_depth}": NESTED}, "required": [f"a{_depth}"]}
+    NESTED = {"oneOf": [{"type": "integer"}, _deeper]}
+
+
+async def status_while_health_answers(service: OpenAIService, path: str, body: dict[str, Any]) -> int:
+    """How a request is answered, beside which /health is asked again and again."""
+    async with client_of(ServiceSlot(service)) as client:
+        work = asyncio.create_task(client.post(path, json=body, timeout=60))
+        async with asyncio.timeout(60):
+            while not work.done():
+                assert (await client.get("/health", timeout=1)).status_code == 200
+        return (await work).status_code
 
 
 async def test_health_answers_while_a_long_prompt_is_encoded() -> None:
@@ -46,3 +71,33 @@ async def test_health_answers_while_a_body_of_many_values_is_parsed(body: bytes,
             assert (await work).status_code == 200  # the name is one, however often it comes
         else:
             assert (await work).json()["error"]["code"] == code
+
+
+async def test_health_answers_while_a_template_renders() -> None:
+    service = fake_service(FakeEngine(say("x")), template=SLOW_TEMPLATE, limits=TemplateLimits(seconds=1.5))
+    assert await status_while_health_answers(service, "/v1/chat/completions", {"messages": [USER]}) == 400
+
+
+@pytest.mark.parametrize("kind", ["control tokens", "byte tokens"])
+async def test_health_answers_while_many_choices_go_on_from_a_long_prompt(kind: str) -> None:
+    """What text comes next depends on all of such a prompt."""
+    engine = FakeEngine(say("x"), max_model_len=200_000)
+    service, prompt = fake_service(engine), [256] * 100_000
+    if kind == "byte tokens":
+        tokenizer = sentencepiece_tokenizer()
+        engine.model_config = dataclasses.replace(engine.model_config, vocab_size=tokenizer.vocab_size)
+        service, prompt = fake_service(engine, tokenizer=tokenizer), token_ids(tokenizer, "a", *["<0x0A>"] * 50_000)
+    body = {"prompt": prompt, "n": 128, "max_tokens": 1}
+    assert await status_while_health_answers(service, "/v1/completions", body) == 200
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [NESTED, {"type": "string", "pattern": "(a|a)*b{1,5000}"}, {"enum": [f"value {n}" for n in range(100_000)]}],
+    ids=["nested", "pattern", "enum"],
+)
+async def test_health_answers_while_a_schema_is_compiled(schema: Any) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": [USER], "response_format": wanted}
+    status = await status_while_health_answers(fake_service(FakeEngine(say("x"))), "/v1/chat/completions", body)
+    assert status == (400 if "enum" in schema else 200)

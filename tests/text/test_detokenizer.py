@@ -15,9 +15,11 @@ BYTE_LEVEL = byte_level_tokenizer()
 SENTENCEPIECE = sentencepiece_tokenizer()
 
 
-def stream(tokenizer: Tokenizer, prompt: list[int], output: list[int], **options: bool) -> list[str]:
+def stream(
+    tokenizer: Tokenizer, prompt: list[int], output: list[int], *, skip_special_tokens: bool = True
+) -> list[str]:
     """The pieces, one for each output token, and what `finish` gives."""
-    detokenizer = Detokenizer(tokenizer, prompt, **options)
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens)
     return [*(detokenizer.push([token_id]) for token_id in output), detokenizer.finish()]
 
 
@@ -74,6 +76,18 @@ def test_output_that_completes_the_prompts_character_shows_it(tokenizer: Tokeniz
     prompt = token_ids(tokenizer, "a") + byte_ids(tokenizer, "é한".encode()[:-1])
     pieces = stream(tokenizer, prompt, byte_ids(tokenizer, "한".encode()[-1:]) + token_ids(tokenizer, "b"))
     assert "".join(pieces) == "한b"
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte level", "byte fallback"])
+def test_copies_go_on_by_themselves(tokenizer: Tokenizer) -> None:
+    character = byte_ids(tokenizer, "한".encode())
+    prompt, letters = token_ids(tokenizer, "a") + character[:1], token_ids(tokenizer, "b", "c")
+    outputs = [character[1:] + letters, character[1:2] + letters, letters]
+    at_end = Detokenizer(tokenizer, prompt)
+    copies = [at_end.copy() for _ in outputs]
+    shown = [copy.push(output) + copy.finish() for copy, output in zip(copies, outputs, strict=True)]
+    assert shown == ["".join(stream(tokenizer, prompt, output)) for output in outputs]
+    assert len(set(shown)) > 1
 
 
 @given(st.data())
