@@ -85,3 +85,33 @@ async def test_more_tokens_than_there_is_room_for() -> None:
         await complete(fake_service(engine), "ab", max_tokens=1000, min_tokens=255)
     assert refused.value.param == "min_tokens"
     assert not engine.submitted
+
+
+@pytest.mark.parametrize("tokens_per_output", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [
+        ("ing x le", " lead"),  # begins within a token and ends two tokens later
+        (["le xx", "ing x le"], " lead"),
+        ([" x l", "ing x le x"], " lead"),  # one inside the other: what begins first counts
+        (["ing x lee", " x l"], " leading"),
+        ("e x z", " leading x le x x"),
+    ],
+)
+async def test_stop_strings_across_tokens(stop: str | list[str], shown: str, tokens_per_output: int) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    before = token_ids(tokenizer, "<s>", "▁x")
+    said = token_ids(tokenizer, "▁leading", "▁x", "▁le", "▁x", "▁x")
+    engine = FakeEngine(lambda *_: said, tokens_per_output=tokens_per_output)
+    engine.model_config = dataclasses.replace(engine.model_config, vocab_size=tokenizer.vocab_size)
+    service = fake_service(engine, tokenizer=tokenizer)
+    fields = {"prompt": before, "max_tokens": len(said), "stop": stop}
+    whole = (await service.completion(parse_completion_request(fields))).choices[0]
+    request = parse_completion_request({**fields, "stream": True})
+    choices = [choice async for chunk in await service.completion_stream(request) for choice in chunk.choices]
+    assert whole.text == "".join(choice.text for choice in choices) == shown
+    ended = "length" if stop == "e x z" else "stop"
+    assert whole.finish_reason == ended
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == [ended]
+    for end in range(len(choices)):  # at no time is more shown than the answer has
+        assert shown.startswith("".join(choice.text for choice in choices[:end]))
