@@ -56,6 +56,7 @@ class FakeStats:
     num_steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    forced_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     uptime_s: float = 1.0
     last_step_ms: float = 1.0

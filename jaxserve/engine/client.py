@@ -55,6 +55,7 @@ class EngineStats:
     device_idle_s: float
     step_times: TimeCounts
     device_kind: str
+    forced_tokens: int = 0  # of the generated ones, those that a constraint forced and that took no step of their own
     speculative: SpeculativeStats | None = None  # of an engine that speculates
     kv_offload: OffloadStats | None = None  # of an engine that keeps pages in host memory
     replicas: tuple[EngineStats | None, ...] = ()  # of an engine that has several; None: does not run at the moment
@@ -237,6 +238,7 @@ class EngineClient:
             device_idle_s=loop.device_idle,
             step_times=self._loop.step_times.read(),
             device_kind=self.device_kind,
+            forced_tokens=scheduler.num_forced_tokens,
             speculative=scheduler.speculative_stats,
             kv_offload=scheduler.pages.offload_stats,
         )

@@ -270,7 +270,7 @@ def _combined(replicas: Sequence[EngineStats | None], device_kind: str) -> Engin
 
     counts = (
         "num_running", "num_waiting", "num_pages", "num_free_pages", "num_cached_pages", "num_preemptions", "num_steps",
-        "prompt_tokens", "cached_prompt_tokens", "generation_tokens",
+        "prompt_tokens", "cached_prompt_tokens", "generation_tokens", "forced_tokens",
     )  # fmt: skip
     busy, idle = (sum(getattr(stats, name) for stats in running) for name in ("busy_s", "device_idle_s"))
     reasons = sorted({reason for stats in running for reason in stats.finished})

@@ -258,6 +258,7 @@ def _counters(stats: Stats) -> list[tuple[str, str, float]]:
     return [
         ("prompt_tokens", "Tokens of prompts that were begun.", stats.prompt_tokens),
         ("generation_tokens", "Tokens generated.", stats.generation_tokens),
+        ("forced_tokens", "Tokens that grammars forced, which took no step of their own.", stats.forced_tokens),
         ("num_preemptions", "Sequences that gave their pages up for others.", stats.num_preemptions),
         ("engine_steps", "Steps of the engine.", stats.num_steps),
         ("engine_busy_seconds", "Time in which the engine had work.", stats.busy_s),

@@ -198,6 +198,7 @@ def test_forced_tokens_save_steps() -> None:
             tokens, last = Heard(engine, SamplingParams(max_tokens=40, seed=1, constraint=rule)).wait()
             assert len(tokens) == 21 and last.finish_reason == "stop"
             assert engine.stats().generation_tokens == 21
+            assert engine.stats().forced_tokens == (3 + 9 + 4 if rule.jumps else 0)
             return engine.stats().num_steps
 
     assert steps_of(RUNS) <= steps_of(dataclasses.replace(RUNS, jumps=False)) - (2 + 8 + 3)
