@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.kernels.hopper import check_implementation, takes_kernel
-from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu, unsupported_reason
+from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
+from jaxserve.kernels.quantized_matmul_plan import unsupported_reason
 from jaxserve.kernels.quantized_matmul_xla import quantized_matmul_swiglu_xla, quantized_matmul_xla
 
 Implementation = Literal["mosaic_gpu", "xla"]

@@ -27,7 +27,8 @@ from jax import lax
 
 from jaxserve.kernels.int4 import unpack_int4
 from jaxserve.kernels.quantized_matmul import quantized_matmul
-from jaxserve.kernels.quantized_matmul_mosaic_gpu import TuningConfig, quantized_matmul_mosaic_gpu
+from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
+from jaxserve.kernels.quantized_matmul_plan import TuningConfig
 from jaxserve.kernels.quantized_matmul_xla import quantize_rows
 
 SHAPES = {  # k, columns

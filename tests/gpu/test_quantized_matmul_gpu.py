@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels.quantized_matmul import quantized_matmul
-from jaxserve.kernels.quantized_matmul_mosaic_gpu import TuningConfig, quantized_matmul_mosaic_gpu
+from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
+from jaxserve.kernels.quantized_matmul_plan import TuningConfig
 from tests.kernels.quantized_matmul_cases import CASES, Case, check, make_arguments
 
 # Tensor cores sum float8 products with fewer bits, and float32 ones after rounding them to 19 bits.

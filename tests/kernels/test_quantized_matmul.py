@@ -13,13 +13,8 @@ import pytest
 
 from jaxserve.kernels.int4 import pack_int4, unpack_int4
 from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
-from jaxserve.kernels.quantized_matmul_mosaic_gpu import (
-    TuningConfig,
-    block_k,
-    choose_config,
-    quantized_matmul_mosaic_gpu,
-    unsupported_reason,
-)
+from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
+from jaxserve.kernels.quantized_matmul_plan import TuningConfig, block_k, choose_config, unsupported_reason
 from jaxserve.kernels.quantized_matmul_xla import quantize_rows
 from tests.kernels.quantized_matmul_cases import CASES, Case, check, make_arguments
 
@@ -121,6 +116,13 @@ def test_swiglu_needs_gate_and_up() -> None:
 
 
 # Few and small, since the interpreter takes seconds for each: together they reach every branch of the kernel.
+LONG = (
+    "float8, both, powers of two, split",
+    "float8, both, swiglu",
+    "float8 weights, residual",
+    "int8",
+    "int4, groups of 64, swiglu",
+)
 INTERPRETED = {
     "float8, both, residual": (Case(quantize_activations=True, rows=1, k=256, has_residual=True), TuningConfig(1, 2)),
     "float8, both, powers of two, split": (
@@ -179,7 +181,13 @@ def interpreted(case: Case, config: TuningConfig) -> Callable[..., jax.Array]:
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("case", "config"), INTERPRETED.values(), ids=INTERPRETED.keys())
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        pytest.param(*problem, id=name, marks=[pytest.mark.long] if name in LONG else [])
+        for name, problem in INTERPRETED.items()
+    ],
+)
 def test_hopper_kernel_equals_the_reference(case: Case, config: TuningConfig) -> None:
     check(case, function=interpreted(case, config))
 
