@@ -20,6 +20,8 @@ from jaxserve.models.prompt_lookup import look_up
 from jaxserve.models.sampling import SamplingMode
 from jaxserve.models.speculative_sampling import Drafts
 
+CATCH_UP_TOKENS = 32
+
 
 class DraftStep(NamedTuple):
     """One step as a drafter sees it.
@@ -72,7 +74,7 @@ class Drafter(Protocol):
 
     Attributes:
         has_probabilities: whether drafts come with those, so that rejection sampling can serve rows without a seed.
-        reads_prompts: whether `feed` must see every step with prefill.
+        reads_prompts: whether `feed` must see every step with prefill, and `catch_up` every token of steps without drafts.
         uses_target_cache: whether `memory` is the target's own KV cache.
         params_specs, memory_specs: `PartitionSpec`s of both, as `jax.shard_map` takes them.
     """
@@ -94,6 +96,10 @@ class Drafter(Protocol):
 
     def feed(self, params: Any, memory: Any, step: DraftStep) -> Any:
         """Takes in a step with prefill, in which nothing is drafted."""
+        ...
+
+    def catch_up(self, params: Any, memory: Any, step: DraftStep, behind: Int32[Array, ""]) -> Any:
+        """Takes in `CATCH_UP_TOKENS` tokens of each decode row that it has not seen: the last ones but for `behind`."""
         ...
 
 
@@ -122,4 +128,8 @@ class PromptLookup:
 
     def feed(self, params: Any, memory: Any, step: DraftStep) -> Any:
         del params, step
+        return memory
+
+    def catch_up(self, params: Any, memory: Any, step: DraftStep, behind: Int32[Array, ""]) -> Any:
+        del params, step, behind
         return memory

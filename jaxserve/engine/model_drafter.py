@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.config import ModelConfig
 from jaxserve.engine.decode_state import decode_batch, sampling_arrays, with_prefill
-from jaxserve.engine.drafters import DraftStep
+from jaxserve.engine.drafters import CATCH_UP_TOKENS, DraftStep
 from jaxserve.engine.processor_state import rows_of
 from jaxserve.models import llama
 from jaxserve.models.batch import Batch
@@ -55,7 +55,7 @@ class ModelDrafter:
     def draft(self, params: LlamaParams, memory: KVCache, step: DraftStep) -> tuple[KVCache, Drafts]:
         """See `Drafter`."""
         num_drafts, rows = step.bucket.num_drafts, step.bucket.decode_rows
-        logits, memory = self._logits(params, memory, self._newest(step))
+        logits, memory = self._logits(params, memory, self._latest(step, 1 if self.uses_target_cache else 2))
         first = _Draws(step)
         token, counts, log_q = first.draw(logits.reshape(rows, -1, logits.shape[1])[:, -1], jnp.int32(0), first.counts)
         tokens = jnp.zeros((rows, num_drafts), jnp.int32).at[:, 0].set(token)
@@ -82,17 +82,23 @@ class ModelDrafter:
 
     def feed(self, params: LlamaParams, memory: KVCache, step: DraftStep) -> KVCache:
         """See `Drafter`: those who decode beside the prompts go on in its cache as well."""
-        batch, _ = with_prefill(self._newest(step), step.fields, step.bucket, step.sizes)
+        batch, _ = with_prefill(self._latest(step, 2), step.fields, step.bucket, step.sizes)
         _, memory = llama.forward(params, memory, batch, config=self.config, collectives=self.collectives)
         return memory
 
-    def _newest(self, step: DraftStep) -> Batch:
-        """Of every decode row the tokens that are not in the cache: its last one, and the last draft that was kept.
+    def catch_up(self, params: LlamaParams, memory: KVCache, step: DraftStep, behind: Int32[Array, ""]) -> KVCache:
+        """See `Drafter`."""
+        batch = self._latest(step, CATCH_UP_TOKENS, behind)
+        _, memory = llama.forward(params, memory, batch, config=self.config, collectives=self.collectives)
+        return memory
 
-        The draft before that was an input of the drafting itself, which left the last draft's own place empty.
+    def _latest(self, step: DraftStep, width: int, behind: Int32[Array, ""] | int = 0) -> Batch:
+        """The last `width` tokens of every decode row, but for the `behind` very last ones.
+
+        Two are what is not in the cache from one step with drafts to the next: the row's last token, and the last draft, if
+        it was kept. Those before it were inputs of the drafting itself.
         """
-        width = 1 if self.uses_target_cache else 2
-        places = step.kv_lens[:, None] + jnp.arange(1 - width, 1, dtype=jnp.int32)[None, :]
+        places = step.kv_lens[:, None] - behind + jnp.arange(1 - width, 1, dtype=jnp.int32)[None, :]
         tokens = jnp.take_along_axis(step.history, jnp.maximum(places, 0), axis=1)
         return decode_batch(step.state, step.slots, tokens, places, (places >= 0) & _is_row(step), step.sizes)
 

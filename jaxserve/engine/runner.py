@@ -255,7 +255,7 @@ class ModelRunner:
         drafts: Drafts | None = None
         if self._speculator is not None:
             self._cache, drafts = self._speculator.draft(
-                bucket, mode, self._cache, self._state, self._processors, packed
+                batch, bucket, mode, self._cache, self._state, self._processors, packed
             )
         more = () if drafts is None else (Drafts(token_ids=drafts.token_ids, counts=drafts.counts),)
         result = self._forward[bucket](self._params, self._cache, self._state, packed, *more)

@@ -57,6 +57,16 @@ class SpeculativePrograms:
         specs = self.drafter.memory_specs
         return self._shard_map(per_device, (self.drafter.params_specs, specs, _WHOLE, _WHOLE), specs)
 
+    def catch_up(self, bucket: Bucket) -> Callable[..., Any]:
+        """(params, memory, state, packed step, tokens behind) -> memory, which may be donated."""
+
+        def per_device(params: Any, memory: Any, state: DecodeState, packed: Array, behind: Array) -> Any:
+            with jax.named_scope("drafter_catches_up"):
+                return self.drafter.catch_up(params, memory, self._step(state, packed, bucket, "greedy"), behind)
+
+        specs = self.drafter.memory_specs
+        return self._shard_map(per_device, (self.drafter.params_specs, specs, _WHOLE, _WHOLE, _WHOLE), specs)
+
     def verify(self, mode: SamplingMode, *, masked: bool = False) -> Callable[..., tuple[DecodeState, Array]]:
         """(state, logits, slots, drafts[, masks [rows, words]]) -> (state, `pack_verified`); the caller donates state."""
 

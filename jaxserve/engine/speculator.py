@@ -16,7 +16,7 @@ import numpy as np
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.decode_state import DecodeState
 from jaxserve.engine.device_batch import Bucket, packed_size
-from jaxserve.engine.drafters import Drafter
+from jaxserve.engine.drafters import CATCH_UP_TOKENS, Drafter
 from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.processor_state import ProcessorState
 from jaxserve.engine.programs import ProgramFactory
@@ -80,6 +80,8 @@ class Speculator:
         self._replicated = replicated(factory.mesh)
         self._draft: dict[DraftProgram, Any] = {}
         self._feed: dict[Bucket, Any] = {}
+        self._catch_up: dict[Bucket, Any] = {}
+        self._missed = np.zeros(factory.sizes.max_num_seqs, np.int64)  # last tokens of each slot that it has not seen
         self._verify: dict[VerifyProgram, Any] = {}
         self._set_history: Any = None
 
@@ -96,14 +98,21 @@ class Speculator:
     @property
     def programs(self) -> list[Any]:
         """Everything that was compiled."""
-        return [*self._draft.values(), *self._feed.values(), *self._verify.values(), self._set_history]
+        return [
+            *self._draft.values(),
+            *self._feed.values(),
+            *self._catch_up.values(),
+            *self._verify.values(),
+            self._set_history,
+        ]
 
     def jobs(
         self, programs: ExecutableCache, cache: KVCache, state: DecodeState, processors: ProcessorState
     ) -> list[Callable[[], None]]:
         """What is to be compiled, in any order, by any threads; the arrays give shapes and placement only."""
         buckets = [bucket for bucket in self._buckets.all() if bucket.num_drafts]
-        fed = [bucket for bucket in self._buckets.all() if bucket.prefill_rows and self._drafter.reads_prompts]
+        reads = self._drafter.reads_prompts
+        fed = [bucket for bucket in self._buckets.all() if bucket.prefill_rows and reads]
         drafting_modes: tuple[SamplingMode, ...] = ("greedy",)
         if self._drafter.has_probabilities:
             drafting_modes = tuple(mode for mode in ("greedy", "full") if mode in self._buckets.verify_modes)
@@ -115,6 +124,7 @@ class Speculator:
         return [
             compiler.set_history,
             *(partial(compiler.feed, bucket) for bucket in fed),
+            *(partial(compiler.catch_up, bucket) for bucket in buckets if reads),
             *(partial(compiler.draft, DraftProgram(bucket, mode)) for bucket in buckets for mode in drafting_modes),
             *(partial(compiler.verify, VerifyProgram(bucket, *kind)) for bucket in buckets for kind in verifying),
         ]
@@ -131,6 +141,7 @@ class Speculator:
 
     def draft(
         self,
+        batch: ScheduledBatch,
         bucket: Bucket,
         mode: SamplingMode,
         cache: KVCache,
@@ -146,6 +157,9 @@ class Speculator:
         """
         uses_cache = self._drafter.uses_target_cache
         memory = cache if uses_cache else self._memory
+        if self._drafter.reads_prompts:
+            self._see(batch, bucket, state, packed)
+            memory = self._memory
         if bucket.num_drafts:
             kind: SamplingMode = "full" if mode != "greedy" and self._drafter.has_probabilities else "greedy"
             more = () if kind == "greedy" else (processors,)
@@ -159,6 +173,21 @@ class Speculator:
             return memory, drafts
         self._memory = memory
         return cache, drafts
+
+    def _see(self, batch: ScheduledBatch, bucket: Bucket, state: DecodeState, packed: jax.Array) -> None:
+        """Counts what the drafter misses of steps without drafts, and shows it all of it before a step with them."""
+        missed, slots = self._missed, [row.slot for row in batch.decode]
+        if bucket.num_drafts:
+            most = int(missed[slots].max(initial=0))
+            for behind in range(0, most + 1 if most else 0, CATCH_UP_TOKENS):
+                number = jax.device_put(np.int32(behind), self._replicated)
+                self._memory = self._catch_up[bucket](self._drafting.params, self._memory, state, packed, number)
+            missed[slots] = 0
+        elif bucket.prefill_rows:  # it sees the last token, which helps where it has seen those before
+            missed[slots] += missed[slots] > 0
+            missed[[chunk.slot for chunk in batch.prefill]] = 0
+        else:
+            missed[slots] += 1
 
     def verify(
         self,
@@ -207,6 +236,12 @@ class _Compiler:
         function = jax.jit(self.owner._functions.feed(bucket), donate_argnums=(1,))
         self.owner._feed[bucket] = self._load(
             f"feed drafter {bucket}", lambda: function.lower(*self._arguments(bucket)), bucket
+        )
+
+    def catch_up(self, bucket: Bucket) -> None:
+        function = jax.jit(self.owner._functions.catch_up(bucket), donate_argnums=(1,))
+        self.owner._catch_up[bucket] = self._load(
+            f"drafter catches up {bucket}", lambda: function.lower(*self._arguments(bucket), self._like(())), bucket
         )
 
     def verify(self, key: VerifyProgram) -> None:

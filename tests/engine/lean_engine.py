@@ -28,12 +28,17 @@ from tests.tiny_engine import MODEL_CONFIG, tiny_params
 
 @contextmanager
 def lean_engine(
-    speculative: SpeculativeConfig | None = None, draft: Model | None = None, *, tensor_parallel_size: int = 1
+    speculative: SpeculativeConfig | None = None,
+    draft: Model | None = None,
+    *,
+    lengths: DraftLengths | None = None,
+    tensor_parallel_size: int = 1,
 ) -> Iterator[EngineClient]:
     """72 tokens of KV cache for three sequences of up to 64: they cannot all stay.
 
     Args:
         draft: on the host, with a config that needs no other layout for several devices.
+        lengths: chooses how many tokens are drafted; None: always as many as can be.
     """
     limits = SchedulerLimits(
         max_num_seqs=3, max_num_batched_tokens=16, max_prefill_rows=3, max_model_len=64, page_size=4, num_pages=18
@@ -69,7 +74,8 @@ def lean_engine(
         drafting=drafting,
     )
     runner.warm_up(NoProgress())
-    lengths = None if speculative is None else DraftLengths(speculative.method, (length,), 3, adaptive=False)
+    if speculative is not None and lengths is None:
+        lengths = DraftLengths(speculative.method, (length,), 3, adaptive=False)
     engine = EngineClient(
         config=EngineConfig(seed=0),
         model_config=MODEL_CONFIG,

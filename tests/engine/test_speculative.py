@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
+from collections.abc import Sequence as Rows
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import pytest
 
 from jaxserve.engine.build_drafting import Model
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.sequence import Sequence
 from jaxserve.models.params import LlamaParams
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative_config import SpeculativeConfig
@@ -146,6 +149,29 @@ def test_nothing_is_compiled_while_drafts_are_made_and_verified(engine: EngineCl
             answer.wait()
         until_idle(engine)
     assert not events
+
+
+class InTurns(DraftLengths):
+    """Many steps without drafts, then some with them."""
+
+    def choose(self, sequences: Rows[Sequence]) -> int:
+        self.step = getattr(self, "step", 0) + 1
+        return super().choose(sequences) if self.step % 50 > 44 else 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [DRAFT_MODEL, EARLY_EXIT], ids=lambda config: config.method)
+def test_a_drafter_catches_up_on_steps_without_drafts(plain: EngineClient, config: SpeculativeConfig) -> None:
+    whole = dataclasses.replace(config, num_layers=None)
+    draft = Model(MODEL_CONFIG, tiny_params()) if config is DRAFT_MODEL else None
+    with lean_engine(whole, draft, lengths=InTurns(config.method, (3,), 3, adaptive=False)) as engine:
+        prompt = [3, 9, 4]
+        assert ask(engine, prompt, greedy(max_tokens=61)) == ask(plain, prompt, greedy(max_tokens=61))
+        stats = engine.stats().speculative
+        assert stats is not None
+        assert stats.num_draft_tokens > 0
+        if config is DRAFT_MODEL:  # the target itself, which is right as long as it has seen everything
+            assert stats.num_accepted_tokens == stats.num_draft_tokens
 
 
 def test_a_prompt_found_in_the_cache_goes_on_with_drafts(plain: EngineClient, engine: EngineClient) -> None:
