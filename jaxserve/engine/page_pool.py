@@ -153,10 +153,13 @@ class PagePool:
         full = min(sequence.num_computed, len(sequence.token_ids)) // self._page_size
         for index in range(len(nodes), full):
             parent = nodes[-1] if nodes else None
+            key = self._key(sequence, index)
             # If the tokens are in the tree already, the sequence goes on with its own page, and holds that one beside it.
-            nodes.append(
-                self._tree.insert(domain, parent, self._key(sequence, index), sequence.pages[index], depth=index)
-            )
+            # Not so where it computes on purpose what is there: it would hold all of its prompt twice.
+            if sequence.wants_prompt_logprobs and self._is_on_device(self._tree.find(domain, parent, key)):
+                sequence.next_full_page = _NEVER
+                return
+            nodes.append(self._tree.insert(domain, parent, key, sequence.pages[index], depth=index))
         self._expect_full_page(sequence)
 
     def give_back(self, sequence: Sequence) -> None:
@@ -184,6 +187,10 @@ class PagePool:
                 for start in range(0, len(prompt_token_ids) - size + 1, size)
             )
         )
+
+    @staticmethod
+    def _is_on_device(node: PageNode | None) -> bool:
+        return node is not None and node.is_on_device
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
         """The token ids of a full page."""

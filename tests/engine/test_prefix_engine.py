@@ -92,15 +92,18 @@ def test_choices_that_share_their_prompt_in_one_step(engine: EngineClient, plain
     assert shared == Answer(plain, prompt, sampling).wait()
 
 
-def test_prompt_logprobs_are_whole_though_the_prompt_is_there(engine: EngineClient, plain: EngineClient) -> None:
-    prompt = list(range(20, 40))
+@pytest.mark.parametrize("length", [20, 57])  # twice the longer one is more than all pages
+def test_prompt_logprobs_are_whole_though_the_prompt_is_there(
+    engine: EngineClient, plain: EngineClient, length: int
+) -> None:
+    prompt = [2 + position * 7 % 61 for position in range(length)]
     ask(engine, prompt, SamplingParams(max_tokens=2, ignore_eos=True))
     sampling = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=2, ignore_eos=True)
     outputs = [Answer(some, prompt, sampling).next() for some in (engine, plain)]
     for output in outputs:
         assert output.num_cached_tokens == 0
         assert output.prompt_logprobs is not None
-        assert len(output.prompt_logprobs) == 20
+        assert len(output.prompt_logprobs) == length
     pairs = zip(*(output.prompt_logprobs[1:] for output in outputs), strict=True)  # type: ignore[index]
     for cached, computed in pairs:
         assert cached is not None
