@@ -404,6 +404,19 @@ def test_draining_finishes_what_runs_and_takes_no_more() -> None:
         assert len(received.tokens()) == 4
 
 
+def test_draining_finishes_what_waits_too() -> None:
+    gate = Gate()
+    with engine(make_limits(seqs=1), gate=gate) as client:
+        received = [Collected() for _ in range(3)]
+        for one in received:
+            client.submit_with_callback(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True), one)
+        until(lambda: client.stats().num_waiting == 2)
+        client.start_draining()
+        gate.opened.set()
+        assert asyncio.run(client.wait_drained(timeout=TIMEOUT))
+        assert [len(one.tokens()) for one in received] == [4] * 3
+
+
 def test_outputs_say_when_they_were_made() -> None:
     received = Collected()
     with engine() as client:

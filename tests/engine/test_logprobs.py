@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as Tokens
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.request import RequestError, TokenLogprobs
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sequence import Sequence
 from jaxserve.sampling_params import SamplingParams
 from tests.tiny_engine import VOCAB_SIZE, Answer, ask, tiny_engine
 
@@ -31,7 +35,7 @@ def greedy(max_tokens: int = 10, **changes: object) -> SamplingParams:
 class Scored(Answer):
     """An answer with one choice and its log probabilities."""
 
-    def __init__(self, engine: EngineClient, prompt: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(self, engine: EngineClient, prompt: Tokens[int], sampling: SamplingParams) -> None:
         super().__init__(engine, prompt, sampling)
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
@@ -80,6 +84,50 @@ def test_logprobs_are_of_the_raw_logits(engine: EngineClient, changes: dict[str,
     assert sum(np.exp(value) for _, value in other.top) <= 1.0 + 1e-6
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": 0.0}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_p": 0.1}, {"presence_penalty": 2.0}],
+    ids=str,
+)
+def test_a_token_outside_the_list_has_its_own_value(engine: EngineClient, changes: dict[str, float]) -> None:
+    likely = Scored(engine, PROMPT, greedy(max_tokens=1, logprobs=20)).finish().logprobs[0].top
+    token = next(token for token in range(2, VOCAB_SIZE) if token not in dict(likely))
+    settings = {"max_tokens": 1, "seed": 1, "logprobs": 2, "logit_bias": ((token, 100.0),)} | changes
+    entry = Scored(engine, PROMPT, SamplingParams(**settings)).finish().logprobs[0]  # pyright: ignore[reportArgumentType]
+    assert entry.token_id == token
+    np.testing.assert_allclose([value for _, value in entry.top], [value for _, value in likely[:2]], atol=1e-5)
+    np.testing.assert_allclose(entry.logprob, scored_logprob(engine, PROMPT, token), atol=1e-5)
+
+
+def scored_logprob(engine: EngineClient, prompt: list[int], token: int) -> float:
+    """Log probability of a token after a prompt, told of it as a part of a longer prompt."""
+    scored = Scored(engine, [*prompt, token], greedy(max_tokens=1, prompt_logprobs=0)).finish()
+    last = scored.prompt_logprobs[-1]
+    assert last is not None
+    return last.logprob
+
+
+@pytest.mark.parametrize("token", [0, 7])
+@pytest.mark.parametrize("with_mates", [False, True])
+def test_penalties_count_neither_prompt_nor_padding(engine: EngineClient, token: int, with_mates: bool) -> None:
+    """The token is likelier than any other by less than a penalty takes; padding is token 0."""
+    clean = [other for other in PROMPT if other != token][:17]
+    cases: list[tuple[list[int], dict[str, float]]] = [
+        ([*clean, *[token] * 50], {"frequency_penalty": 2.0}),
+        ([*clean, *[token] * 50], {"presence_penalty": 2.0}),
+        (clean, {"frequency_penalty": 2.0, "presence_penalty": 2.0}),
+        (clean, {"repetition_penalty": 50.0}),
+    ]
+    for prompt, penalties in cases:
+        best = Scored(engine, prompt, greedy(max_tokens=1, logprobs=1)).finish().logprobs[0].logprob
+        bias = best - scored_logprob(engine, prompt, token) + 1.0
+        mates = [Answer(engine, [9] * count, greedy(max_tokens=6)) for count in (3, 5)] if with_mates else []
+        drawn = ask(engine, prompt, greedy(max_tokens=2, logit_bias=((token, bias),), **penalties))
+        for mate in mates:
+            mate.wait()
+        assert drawn[0] == token, (len(prompt), penalties)
+
+
 def test_a_bias_draws_a_token_and_bans_another(engine: EngineClient) -> None:
     assert ask(engine, PROMPT, greedy(max_tokens=4, logit_bias=((7, 100.0),))) == [7] * 4
     first = ask(engine, PROMPT, greedy(max_tokens=1))[0]
@@ -112,13 +160,22 @@ def test_a_slot_keeps_nothing_of_whoever_had_it_before(engine: EngineClient) -> 
         assert Scored(engine, PROMPT, greedy(logprobs=1)).finish().choices[0] == plain
 
 
-def test_preempted_requests_give_what_they_give_alone(engine: EngineClient) -> None:
+def test_preempted_requests_give_what_they_give_alone(engine: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted: Counter[str] = Counter()
+    preempt = Scheduler._preempt
+
+    def count(scheduler: Scheduler, sequence: Sequence) -> None:
+        preempted[sequence.request.request_id] += 1
+        preempt(scheduler, sequence)
+
+    monkeypatch.setattr(Scheduler, "_preempt", count)
     settings = [
         {"temperature": 0.9, "seed": 3, "frequency_penalty": 1.0, "logprobs": 2, "prompt_logprobs": 1},
         {"temperature": 1.0, "seed": 4, "repetition_penalty": 1.3, "logprobs": 0},
         {"temperature": 0.0, "presence_penalty": 0.5, "min_tokens": 9, "prompt_logprobs": 0},
+        {"temperature": 0.7, "seed": 5, "frequency_penalty": 1.0, "logprobs": 2},
     ]
-    sampling = [SamplingParams(max_tokens=30, ignore_eos=True, **chosen) for chosen in settings]  # pyright: ignore[reportArgumentType]
+    sampling = [SamplingParams(max_tokens=50, ignore_eos=True, **chosen) for chosen in settings]  # pyright: ignore[reportArgumentType]
     alone = [Scored(engine, PROMPT, each).finish() for each in sampling]
     before = engine.stats().num_preemptions
     together = [Scored(engine, PROMPT, each) for each in sampling]
@@ -130,6 +187,7 @@ def test_preempted_requests_give_what_they_give_alone(engine: EngineClient) -> N
             [entry.logprob for entry in other.logprobs], [entry.logprob for entry in one.logprobs], atol=1e-4
         )
     assert engine.stats().num_preemptions > before  # else this tests nothing
+    assert max(preempted.values()) > 1  # one of them again, with what it had said since
     assert engine.stats().num_free_pages == engine.stats().num_pages
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
@@ -67,6 +69,56 @@ def test_the_local_cache_is_small_though_the_context_is_long() -> None:
     long = dataclasses.replace(MODEL_CONFIG, max_position_embeddings=131_072)
     limits = plan_limits(long, config, make_engine_mesh(config), jnp.dtype(jnp.float32))
     assert limits.max_model_len == limits.num_pages * limits.page_size == 8192
+
+
+class Card:
+    """A GPU with so many bytes, of which weights (and what else is there) take some."""
+
+    platform = "gpu"
+    device_kind = "some card"
+
+    def __init__(self, size: int, in_use: int) -> None:
+        self._stats = {"bytes_limit": size, "bytes_in_use": in_use}
+
+    def memory_stats(self) -> dict[str, int]:
+        return self._stats
+
+
+def limits_on_a_card(in_use: float, **options: Any) -> SchedulerLimits:
+    """Of a card of 6 GiB, a share of which is in use."""
+    card = np.empty(1, object)
+    card[0] = Card(6 * GIB, int(6 * GIB * in_use))
+    mesh: Any = SimpleNamespace(devices=card, size=1)
+    long = dataclasses.replace(MODEL_CONFIG, max_position_embeddings=131_072)
+    return plan_limits(long, EngineConfig(**options), mesh, jnp.dtype(jnp.float32))
+
+
+def test_pages_take_what_weights_and_the_largest_step_leave() -> None:
+    page_bytes = 16 * 2 * MODEL_CONFIG.num_layers * MODEL_CONFIG.num_kv_heads * MODEL_CONFIG.head_dim * 4
+    pages = {share: limits_on_a_card(share, page_size=16).num_pages for share in (0.5, 0.6)}
+    for share, num_pages in pages.items():
+        left = 0.9 * 6 * GIB - share * 6 * GIB - num_pages * page_bytes
+        assert GIB < left < 1.25 * GIB  # for the work of the largest step
+    assert (pages[0.5] - pages[0.6]) * page_bytes == pytest.approx(0.6 * GIB, rel=1e-3)
+    wider = limits_on_a_card(0.6, page_size=16, max_num_batched_tokens=65_536)
+    assert wider.num_pages < pages[0.6]
+
+
+def test_a_card_that_is_full_is_told_with_the_flag_to_change() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"-0\.40 GiB free, a page takes 8192 bytes; raise --gpu-memory-util"):
+        limits_on_a_card(0.8, page_size=16)
+    room = limits_on_a_card(0.73).num_pages * 16
+    assert 1000 < room < 100_000
+    with pytest.raises(OutOfMemoryError, match=rf"room for {room} tokens, .*use --max-model-len {room} or less"):
+        limits_on_a_card(0.73, max_model_len=100_000)
+    assert limits_on_a_card(0.73).max_model_len == room  # what was not asked for is cut, which is told
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(RuntimeError, match=r"device 'gpu' was asked for, .*CUDA_VISIBLE_DEVICES, or use --device cpu"):
+        make_engine_mesh(EngineConfig(device="gpu"))
+    for device in ("auto", "cpu"):
+        assert make_engine_mesh(EngineConfig(device=device)).devices.flat[0].platform == "cpu"
 
 
 def test_more_pages_than_there_is_memory() -> None:
