@@ -215,6 +215,9 @@ class EngineConfig:
         dtype: of weights and KV cache; "auto": float32 on CPU, bfloat16 elsewhere.
         seed: of requests that bring no seed of their own, and of dummy weights; None: drawn at random.
         tensor_parallel_size: devices that share the model.
+        nnodes: hosts that share the model, each with a process of its own and as many of the devices.
+        node_rank: which of them this one is; 0 schedules and serves, the others follow.
+        master_addr, master_port: where host 0 is found by the others.
         data_parallel_size: engines with the same model, each with as many devices of its own; sizes are of one engine.
         max_num_queued_requests: requests that may wait; one more is refused.
         max_num_queued_tokens: prompt tokens that may wait to be computed; a request that brings more is refused, unless
@@ -247,6 +250,10 @@ class EngineConfig:
     device: Device = "auto"
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
     max_num_queued_requests: int = 1024
     max_num_queued_tokens: int | None = None
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -262,7 +269,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in (
             "max_num_seqs", "max_num_batched_tokens", "page_size", "tensor_parallel_size", "data_parallel_size",
-            "max_model_len", "num_pages", "max_num_queued_tokens",
+            "nnodes", "max_model_len", "num_pages", "max_num_queued_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -302,6 +309,7 @@ class EngineConfig:
             raise ValueError(f"scheduling_policy={self.scheduling_policy!r} must be fcfs, priority or sjf")
         if self.max_tpot_ms is not None and not self.max_tpot_ms > 0.0:
             raise ValueError(f"max_tpot_ms={self.max_tpot_ms} must be positive")
+        self._check_hosts()
         if not 0.0 <= self.kv_offload_gib < math.inf:
             raise ValueError(f"kv_offload_gib={self.kv_offload_gib} must be 0 or a number of GiB")
         if self.kv_offload_gib and not self.enable_prefix_caching:
@@ -310,6 +318,25 @@ class EngineConfig:
             )
         if self.max_num_queued_requests < 0:
             raise ValueError(f"max_num_queued_requests={self.max_num_queued_requests} must not be negative")
+
+    def _check_hosts(self) -> None:
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(
+                f"node_rank={self.node_rank} must be one of the nnodes={self.nnodes} hosts, counted from 0"
+            )
+        if not 1 <= self.master_port <= 65535:
+            raise ValueError(f"master_port={self.master_port} must lie in 1..65535")
+        if self.nnodes == 1:
+            return
+        if self.tensor_parallel_size % self.nnodes:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} does not divide over nnodes={self.nnodes}"
+            )
+        if self.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size} with nnodes={self.nnodes}: the hosts share one engine; for "
+                "replicas over several hosts start a server on each, or use jaxserve.deploy.ray"
+            )
 
 
 ToolCallFormat = Literal["hermes", "llama3_json", "mistral", "pythonic"]

@@ -88,6 +88,9 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=8, help="tokens of each answer")
     parser.add_argument("--in-flight", type=int, action="append", help="users at a time; may be given several times")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--users-without", type=int, help="users that are measured without the cache, which all wait alike; unset: all"
+    )
     options = parser.parse_args()
     length = options.shared + options.own
     engine = load(options.model, EngineConfig(seed=0, max_model_len=length + options.output + 1))
@@ -108,7 +111,8 @@ def main() -> None:
             for _ in range(options.rounds):
                 for is_shared in medians:
                     engine.flush_prefix_cache().result()
-                    figures = measure(engine, prompts, options.output, in_flight, shared=is_shared)
+                    some = prompts if is_shared else prompts[: options.users_without]
+                    figures = measure(engine, some, options.output, in_flight, shared=is_shared)
                     median, high = np.percentile(figures.first_tokens, [50, 99]) * 1e3
                     medians[is_shared].append(float(median))
                     name = "on" if is_shared else "off"

@@ -40,3 +40,23 @@ def make_mesh(
 def copies_mesh(mesh: Mesh, copies: int) -> Mesh:
     """The devices of a mesh with those that hold the same KV head side by side: axes `tp_heads` and `tp_copies`."""
     return Mesh(mesh.devices.reshape(-1, copies), (HEADS_AXIS, COPIES_AXIS))
+
+
+def devices_of_hosts(devices: Sequence[jax.Device], num_hosts: int, count: int) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
+    """`count` devices, as many of each host, host by host.
+
+    Raises:
+        ValueError: they do not divide over the hosts, or a host has fewer.
+    """
+    if count % num_hosts:
+        raise ValueError(f"tensor_parallel_size={count} does not divide over nnodes={num_hosts}")
+    chosen: list[jax.Device] = []  # pyright: ignore[reportInvalidTypeForm]
+    for host in range(num_hosts):
+        own = [device for device in devices if device.process_index == host]
+        if len(own) < count // num_hosts:
+            raise ValueError(
+                f"tensor_parallel_size={count} over nnodes={num_hosts} takes {count // num_hosts} devices of each host; "
+                f"host {host} has {len(own)}"
+            )
+        chosen += own[: count // num_hosts]
+    return chosen

@@ -38,15 +38,30 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def put_replicated(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """A copy of a host array on every device of `replicated`; where those are several processes', each puts it on its own.
+def put_replicated(arrays: Any, sharding: NamedSharding) -> Any:
+    """A copy of host arrays on every device of `replicated`; where those are several processes', each puts it on its own.
 
     `jax.device_put` would have the processes compare what they bring, which takes a collective for each array.
     """
     if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    copies = [jax.device_put(array, device) for device in sharding.mesh.local_devices]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, copies)
+        return jax.device_put(arrays, sharding)
+
+    def put_one(array: Any) -> jax.Array:
+        copies = [jax.device_put(np.asarray(array), device) for device in sharding.mesh.local_devices or ()]
+        return jax.make_array_from_single_device_arrays(np.shape(array), sharding, copies)
+
+    return jax.tree.map(put_one, arrays)
+
+
+def put(tree: Any, shardings: Any) -> Any:
+    """Places arrays; those of the host must be the same in all processes that share them, which is not looked at."""
+
+    def place(array: Any, sharding: NamedSharding) -> jax.Array:
+        if sharding.is_fully_addressable or isinstance(array, jax.Array):
+            return jax.device_put(array, sharding)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: np.asarray(array[index]))
+
+    return jax.tree.map(place, tree, shardings)
 
 
 def _is_declaration(leaf: Any) -> bool:

@@ -32,6 +32,8 @@ from jaxserve.config import EngineConfig, ServerConfig
 
 _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
+# What is told without -v: the address, memory, other hosts, how it ends.
+_SHOWN = ("jaxserve.server", "jaxserve.engine.build", "jaxserve.engine.cluster", "jaxserve.protocol.launch")
 
 
 def serve(
@@ -50,6 +52,10 @@ def serve(
     max_num_queued_tokens: options.MaxNumQueuedTokens = None,
     tensor_parallel_size: options.TensorParallelSize = _ENGINE.tensor_parallel_size,
     data_parallel_size: options.DataParallelSize = _ENGINE.data_parallel_size,
+    nnodes: options.NumNodes = _ENGINE.nnodes,
+    node_rank: options.NodeRank = _ENGINE.node_rank,
+    master_addr: options.MasterAddr = _ENGINE.master_addr,
+    master_port: options.MasterPort = _ENGINE.master_port,
     gpu_memory_utilization: MemoryUtilization = _ENGINE.gpu_memory_utilization,
     api_key: options.ApiKey = None,
     api_key_file: options.ApiKeyFile = None,
@@ -85,7 +91,7 @@ def serve(
     verbose: Verbose = 0,
 ) -> None:
     """Serve MODEL over HTTP, the way OpenAI's API does."""
-    configure_logging(verbose, shown=("jaxserve.server", "jaxserve.engine.build"))  # address, memory, how it ends
+    configure_logging(verbose, shown=_SHOWN)
     configure_access_log(enabled=access_log != "none")
     with reported_errors(verbose):
         engine_config = EngineConfig(
@@ -107,6 +113,10 @@ def serve(
             device=device,
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
             max_num_queued_requests=max_num_queued_requests,
             max_num_queued_tokens=max_num_queued_tokens,
             speculative_config=read_speculative_config(speculative_config, speculative_synthetic_acceptance),

@@ -47,6 +47,12 @@ TensorParallelSize = Annotated[int, typer.Option(metavar="COUNT", help="Devices 
 DataParallelSize = Annotated[
     int, typer.Option(metavar="COUNT", help="Engines with the same model, each with as many devices of its own.")
 ]
+NumNodes = Annotated[int, typer.Option(metavar="COUNT", help="Hosts that share the model, with a process on each.")]
+NodeRank = Annotated[
+    int, typer.Option(metavar="NUMBER", help="Which of the hosts this is; 0 serves, the others follow it.")
+]
+MasterAddr = Annotated[str, typer.Option(metavar="ADDRESS", help="Address of host 0, for the others.")]
+MasterPort = Annotated[int, typer.Option(metavar="PORT", help="Port at which the hosts come together.")]
 ApiKey = Annotated[
     list[str] | None,
     typer.Option(

@@ -16,6 +16,8 @@ from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.build_drafting import Model, check_draft_model, draft_bytes_per_token, make_drafting
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, Replica
+from jaxserve.engine.cluster import Follower, Leader
+from jaxserve.engine.cluster_runner import LeadingRunner
 from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.draft_lengths import DraftLengths
 from jaxserve.engine.host_pages import HostPages
@@ -34,7 +36,8 @@ from jaxserve.models.quantize_params import quantize_params
 from jaxserve.models.rope import with_longest_sequence
 from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import Progress
-from jaxserve.sharding.mesh import make_mesh
+from jaxserve.sharding.mesh import devices_of_hosts, make_mesh
+from jaxserve.sharding.placement import put
 from jaxserve.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -81,6 +84,9 @@ def select_devices(config: EngineConfig) -> list[jax.Device]:  # pyright: ignore
 
 def make_engine_mesh(config: EngineConfig, replica: int = 0) -> Mesh:
     """The devices of one replica."""
+    if config.nnodes > 1:
+        devices = devices_of_hosts(select_devices(config), config.nnodes, config.tensor_parallel_size)
+        return make_mesh(devices, config.tensor_parallel_size)
     return make_mesh(
         select_devices(config),
         config.tensor_parallel_size,
@@ -137,7 +143,7 @@ def place_params(
     if quantization is not None:
         model_config = dataclasses.replace(model_config, quantization=quantization)
     layout = ShardLayout(model_config, mesh.size)
-    placed = jax.device_put(params, ShardLayout(dense_config, mesh.size).source_shardings(mesh))
+    placed = put(params, ShardLayout(dense_config, mesh.size).source_shardings(mesh))
     if quantization is not None:
         shardings = layout.source_shardings(mesh)
         with progress.task(f"quantizing to {quantization.name}", model_config.num_layers, "layers") as advance:
@@ -145,17 +151,31 @@ def place_params(
     return model_config, layout.arrange(placed, mesh)
 
 
-def build_engine(
+@dataclass(frozen=True)
+class BuiltRunner:
+    """A runner that has compiled everything, and the sizes that it was made for."""
+
+    runner: ModelRunner
+    model_config: ModelConfig
+    mesh: Mesh
+    dtype: jnp.dtype
+    limits: SchedulerLimits
+    buckets: Buckets
+
+
+def build_runner(
     model_config: ModelConfig,
     params: LlamaParams,
     config: EngineConfig,
     progress: Progress,
     replica: Replica = ONLY_REPLICA,
     draft: Model | None = None,
-) -> EngineClient:
-    """Plans memory, compiles every program and starts the engine thread, of one replica.
+    cluster: Leader | Follower | None = None,
+) -> BuiltRunner:
+    """Plans memory and compiles every program, of one replica or of one host's part of it.
 
     Args:
+        cluster: the hosts that share the model; None: this one has it to itself.
         draft: the model that drafts, where `config.speculative_config` asks for one, as its checkpoint has it.
 
     Raises:
@@ -173,6 +193,8 @@ def build_engine(
     staging = 0 if offload is None else offload.staging_bytes
     draft_bytes = draft_bytes_per_token(draft, cache_dtype)
     limits = plan_limits(device_config, config, mesh, cache_dtype, draft_bytes, reserved=staging)
+    if cluster is not None:
+        limits = cluster.agree(limits)
     device_config = with_longest_sequence(device_config, limits.max_model_len)
     sizes = Sizes(
         max_num_seqs=limits.max_num_seqs,
@@ -190,6 +212,8 @@ def build_engine(
         else config.speculative_config.num_speculative_tokens,
     )
     drafting = None
+    if cluster is not None and config.speculative_config is not None:
+        raise ValueError(f"speculative decoding does not run over several hosts yet, and nnodes={config.nnodes}")
     if config.speculative_config is not None:
         if draft is not None:
             draft = Model(with_longest_sequence(draft.config, limits.max_model_len), draft.params)
@@ -204,7 +228,7 @@ def build_engine(
         buckets=buckets,
         cache_dtype=cache_dtype,
         layerwise=_platform(mesh) == "cpu",
-        program_folder=program_folder(),
+        program_folder=program_folder() if cluster is None else None,  # a program of several hosts cannot be kept
         offload=offload,
         drafting=drafting,
     )
@@ -214,6 +238,25 @@ def build_engine(
     plan = MemoryPlan(mesh.devices.flat[0].device_kind, runner.memory_use(), usable, usable_as, limits, host)
     plan.check()
     logger.info("%s", plan.table())
+    return BuiltRunner(runner, model_config, mesh, dtype, limits, buckets)
+
+
+def build_engine(
+    model_config: ModelConfig,
+    params: LlamaParams,
+    config: EngineConfig,
+    progress: Progress,
+    replica: Replica = ONLY_REPLICA,
+    draft: Model | None = None,
+    leader: Leader | None = None,
+) -> EngineClient:
+    """As `build_runner`; then starts the engine thread.
+
+    Args:
+        leader: of the hosts that share the model; None: this one has it to itself.
+    """
+    built = build_runner(model_config, params, config, progress, replica, draft, leader)
+    runner, mesh, dtype, limits, buckets = built.runner, built.mesh, built.dtype, built.limits, built.buckets
     client = EngineClient(
         config=dataclasses.replace(
             config,
@@ -223,7 +266,7 @@ def build_engine(
             num_pages=limits.num_pages,
             dtype=dtype.name,  # pyright: ignore[reportArgumentType] - one of DType's names
         ),
-        model_config=model_config,
+        model_config=built.model_config,
         scheduler=Scheduler(
             limits,
             prefix_caching=config.enable_prefix_caching,
@@ -239,10 +282,12 @@ def build_engine(
             ),
             drafting=None if config.speculative_config is None else _draft_lengths(config.speculative_config, buckets),
         ),
-        runner=runner,
+        runner=runner if leader is None else LeadingRunner(runner, leader),
         device_kind=mesh.devices.flat[0].device_kind,
         replica=replica,
     )
+    if leader is not None:
+        leader.on_loss(client.fail)
     client.start()
     return client
 
@@ -349,7 +394,7 @@ def _check_pages(num_pages: int, page_bytes: int, mesh: Mesh) -> None:
     """Raises:
     OutOfMemoryError: so many pages do not fit, even without work space.
     """
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     if device.platform == "cpu":
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
@@ -364,7 +409,7 @@ def _check_pages(num_pages: int, page_bytes: int, mesh: Mesh) -> None:
 
 def usable_bytes(config: EngineConfig, mesh: Mesh) -> tuple[int, str]:
     """Bytes of one device that the engine may take in all, and what they are."""
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     if device.platform == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory"
     share = config.gpu_memory_utilization
@@ -375,7 +420,7 @@ def free_cache_bytes(
     model_config: ModelConfig, config: EngineConfig, mesh: Mesh, max_num_batched_tokens: int, max_num_seqs: int
 ) -> int:
     """Bytes of one device that the KV cache may take, after weights and the largest step's work space."""
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     if device.platform == "cpu":
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(_CPU_CACHE_BYTES, available // 4)

@@ -391,6 +391,10 @@ class EngineClient:
                 if not self._unfinished[request_id]:
                     del self._unfinished[request_id], self._receivers[request_id]
 
+    def fail(self, error: BaseException) -> None:
+        """Gives the engine up, though its thread may be stuck: live requests get an error output. Any thread."""
+        self._loop.fail(error)
+
     def _fail(self, error: BaseException) -> None:
         self.failure = error
         self._replica.on_failure()

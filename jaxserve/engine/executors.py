@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.engine.decode_state import DecodeState
 from jaxserve.engine.device_batch import Bucket, packed_size
@@ -19,7 +20,7 @@ from jaxserve.engine.programs import ForwardResult, ProgramFactory, without_laye
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.params import LlamaParams
 from jaxserve.models.speculative_sampling import Drafts
-from jaxserve.sharding.placement import replicated
+from jaxserve.sharding.placement import put_replicated, replicated
 
 
 class ForwardExecutor(Protocol):
@@ -100,7 +101,7 @@ class ForwardCompiler:
         """One bucket's begin, layer and end."""
         outer, step, name = without_layers(self.params), self._step(bucket), f"{bucket} {num_logits}"
         placed = replicated(self.factory.mesh)
-        indices = tuple(jax.device_put(jnp.int32(index), placed) for index in range(len(self.params.layers)))
+        indices = tuple(put_replicated(np.int32(index), placed) for index in range(len(self.params.layers)))
         begin = jax.jit(self.factory.begin(bucket, num_logits), donate_argnums=(1,))
         layer = jax.jit(self.factory.layer(), donate_argnums=(2, 3))
         end = jax.jit(self.factory.end(bucket))

@@ -144,6 +144,11 @@ class EngineLoop:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
+    def fail(self, error: BaseException) -> None:
+        """Gives up, though the thread may wait for a device that never answers: live requests get an error output."""
+        self._on_failure(error)
+        self._fail_live_requests("the engine failed")
+
     def _run(self) -> None:
         try:
             self._loop()

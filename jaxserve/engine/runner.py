@@ -41,7 +41,7 @@ from jaxserve.models.params import LlamaParams
 from jaxserve.models.sampling import SamplingMode
 from jaxserve.models.speculative_sampling import Drafts
 from jaxserve.progress import Progress
-from jaxserve.sharding.placement import named_shardings, replicated
+from jaxserve.sharding.placement import named_shardings, put_replicated, replicated
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +129,9 @@ class ModelRunner:
         self._vocab_size = config.vocab_size
         self._mask_words = num_words(config.vocab_size)
         self._cache = zero_cache(config, sizes, mesh, cache_dtype)
-        self._state: DecodeState = jax.device_put(empty_state(sizes, speculates=drafting is not None), self._replicated)
+        self._state: DecodeState = put_replicated(empty_state(sizes, speculates=drafting is not None), self._replicated)
         self.page_copier = None if offload is None else PageCopier(offload, self._cache, mesh)
-        self._processors: ProcessorState = jax.device_put(
+        self._processors: ProcessorState = put_replicated(
             empty_processors(sizes.max_num_seqs, config.vocab_size), self._replicated
         )
         self._outer = without_layers(params)
@@ -186,7 +186,7 @@ class ModelRunner:
         nobody = ScheduledBatch(decode=(), prefill=())
         rehearsed: set[int] = set()  # rows of the sampling programs that have run
         for bucket, forward in self._forward.items():
-            packed = jax.device_put(pack(nobody, bucket, self._sizes), self._replicated)
+            packed = put_replicated(pack(nobody, bucket, self._sizes), self._replicated)
             for mode in self._buckets.verify_modes if bucket.num_drafts else ():
                 for masks in (None, np.full((bucket.decode_rows, self._mask_words), -1, np.int32)):
                     if masks is None or mode in self._buckets.masked_modes:
@@ -238,7 +238,7 @@ class ModelRunner:
                 )
             self._cache = self.page_copier.run(self._cache, batch.copies)
         bucket = self._buckets.for_batch(batch)
-        packed = jax.device_put(pack(batch, bucket, self._sizes), self._replicated)
+        packed = put_replicated(pack(batch, bucket, self._sizes), self._replicated)
         if self._speculator is not None:
             self._state = self._speculator.begin(batch, self._state)
         modes = self._buckets.masked_modes if is_constrained(batch) else self._buckets.sampling_modes
@@ -289,7 +289,7 @@ class ModelRunner:
         self, mode: SamplingMode, logits: jax.Array, slots: jax.Array, masks: np.ndarray | None
     ) -> tuple[jax.Array, Logprobs | None]:
         compiled = self._sample[SampleProgram(logits.shape[0], mode, masks is not None)]
-        more = () if masks is None else (jax.device_put(masks, self._replicated),)
+        more = () if masks is None else (put_replicated(masks, self._replicated),)
         if mode != "full":
             self._state, tokens = compiled(self._state, logits, slots, *more)
             return tokens, None
@@ -359,7 +359,7 @@ class ModelRunner:
         for chunk in batch.prefill:
             if chunk.samples and chunk.sequence.request.sampling.changes_logits:
                 row = slot_processors(chunk.sequence, chunk.slot, self._longest, self._vocab_size)
-                self._processors = self._set_slot(self._processors, *jax.device_put(row.arrays(), self._replicated))
+                self._processors = self._set_slot(self._processors, *put_replicated(row.arrays(), self._replicated))
 
     def _launch_prompt_logprobs(self, logits: PendingLogits) -> tuple[Logprobs, ...]:
         """Log probabilities of what follows each prefill token, if a chunk's request wants them."""
@@ -371,12 +371,12 @@ class ModelRunner:
             following = chunk.sequence.token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
             next_ids[end : end + len(following)] = following
             end += len(chunk.token_ids)
-        ids = jax.device_put(next_ids, self._replicated)
+        ids = put_replicated(next_ids, self._replicated)
         size = min(PROMPT_LOGPROBS_BLOCK, len(next_ids))
         # The last block may reach past the padded rows: it begins earlier then, and `fetch` drops what it repeats.
         firsts = [min(first, len(next_ids) - size) for first in range(0, end, size)]
         return tuple(
-            self._prompt_logprobs(self._outer, logits.hidden, ids, jax.device_put(np.int32(first), self._replicated))
+            self._prompt_logprobs(self._outer, logits.hidden, ids, put_replicated(np.int32(first), self._replicated))
             for first in firsts
         )
 

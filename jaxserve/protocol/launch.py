@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from jax.sharding import Mesh
 
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, check_files, read_manifest
+from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, check_files, is_converted, read_manifest
 from jaxserve.checkpoint.source import resolve_model
 from jaxserve.checkpoint.store import converted_folder, load_checkpoint
 from jaxserve.config import EngineConfig, ToolCallFormat
-from jaxserve.engine.build import build_engine, make_engine_mesh
+from jaxserve.engine.build import build_engine, build_runner, make_engine_mesh
 from jaxserve.engine.build_drafting import Model
 from jaxserve.engine.client import EngineClient, Replica
+from jaxserve.engine.cluster import Follower, Leader, join_cluster
+from jaxserve.engine.cluster_runner import follow
 from jaxserve.engine.replicas import start_engine
 from jaxserve.engine.request import RequestError
 from jaxserve.progress import Progress
@@ -21,6 +24,8 @@ from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def launch(
@@ -44,7 +49,11 @@ def launch(
     Raises:
         CheckpointError: the model cannot be found, read or used; one line says what to do about it.
         ValueError: the pinned prompt cannot be served.
+        ClusterError: another host with which this one was to share the model is gone.
     """
+    leader = _join(model, config)
+    if isinstance(leader, Follower):
+        raise ValueError(f"node_rank={config.node_rank} follows host 0, and serves nothing: `launch_follower` runs it")
     folder = converted_folder(resolve_model(model, progress), progress)
     check_files(folder, read_manifest(folder))
     tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
@@ -55,7 +64,7 @@ def launch(
         mesh = make_engine_mesh(config, replica.index)
         checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
         draft = None if draft_folder is None else load_draft_model(draft_folder, config, progress, mesh)
-        return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft)
+        return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft, leader)
 
     engine = start_engine(config, build)
     service = OpenAIService(
@@ -102,6 +111,37 @@ def load_draft_model(folder: Path, config: EngineConfig, progress: Progress, mes
     """The model that drafts, to be placed beside the one that is served."""
     checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
     return Model(checkpoint.model_config, checkpoint.params)
+
+
+def launch_follower(model: str, config: EngineConfig, progress: Progress) -> None:
+    """Runs this host's part of a model that several share (`nnodes`), until the first host ends.
+
+    Raises:
+        CheckpointError: as `launch`.
+        ClusterError: the first host is gone.
+    """
+    link = _join(model, config)
+    if not isinstance(link, Follower):
+        raise ValueError(f"node_rank={config.node_rank} of nnodes={config.nnodes} follows nobody")
+    folder = Path(model)
+    check_files(folder, read_manifest(folder))
+    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=make_engine_mesh(config))
+    built = build_runner(checkpoint.model_config, checkpoint.params, config, progress, cluster=link)
+    logger.info("ready: follows host 0")
+    follow(built.runner, link)
+
+
+def _join(model: str, config: EngineConfig) -> Leader | Follower | None:
+    """This host's part of those that share the model; None: there are no others.
+
+    Raises:
+        CheckpointError: there are, and the model would have to be converted by all of them at once.
+    """
+    if config.nnodes > 1 and not is_converted(Path(model)):
+        raise CheckpointError(
+            f"{model}: several hosts take a folder that `jaxserve convert` has made, each its own or one that all see"
+        )
+    return join_cluster(config)
 
 
 def load_chat_template(tokenizer: Tokenizer, model: str) -> ChatTemplate | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.progress import Progress
-from jaxserve.protocol.launch import launch
+from jaxserve.protocol.launch import launch, launch_follower
 from jaxserve.protocol.service import OpenAIService
-from jaxserve.server.lifecycle import run
+from jaxserve.server.lifecycle import EXIT_FAILED, EXIT_OK, run
 
 
 def serve(model: str, engine_config: EngineConfig, server_config: ServerConfig, progress: Progress) -> int:
-    """Loads and serves a model until a signal ends it.
+    """Loads and serves a model until a signal ends it; where this host follows another one, until that one ends.
 
     Args:
         model: a known name, a local folder or file, or "hf:ORG/NAME".
@@ -21,7 +25,15 @@ def serve(model: str, engine_config: EngineConfig, server_config: ServerConfig, 
     Raises:
         RuntimeError: it cannot listen on the address, or use the TLS files.
         CheckpointError: the model cannot be found, read or used.
+        ClusterError: this host follows another one, which is gone.
     """
+    if engine_config.nnodes > 1 and server_config.restart_engine:
+        raise ValueError(
+            f"restart_engine does not go with nnodes={engine_config.nnodes}: all hosts must be started again"
+        )
+    if engine_config.node_rank > 0:
+        launch_follower(model, engine_config, progress)
+        return EXIT_OK
 
     def load() -> OpenAIService:
         return launch(
@@ -34,4 +46,11 @@ def serve(model: str, engine_config: EngineConfig, server_config: ServerConfig, 
             pinned_prompt=server_config.pinned_prompt,
         )
 
-    return run(load, server_config)
+    exit_code = run(load, server_config)
+    if engine_config.nnodes > 1 and exit_code == EXIT_FAILED:
+        # At an orderly exit jax waits for the hosts that are gone, and aborts when they do not come.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    return exit_code
