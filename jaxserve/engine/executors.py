@@ -51,28 +51,45 @@ class WholeForward:
         return (self._compiled,)
 
 
+@dataclass(frozen=True)
+class Taps:
+    """Layers whose inputs are wanted, and the program that copies one out; None: no layer's are."""
+
+    layers: tuple[int, ...]
+    program: Any
+
+
 class LayerwiseForward:
     """Begin, then each layer through one compiled program, then end."""
 
-    def __init__(self, begin: Any, layer: Any, end: Any, layer_indices: tuple[jax.Array, ...]) -> None:
+    def __init__(self, begin: Any, layer: Any, end: Any, layer_indices: tuple[jax.Array, ...], taps: Taps) -> None:
         self._begin = begin
         self._layer = layer
         self._end = end
         self._layer_indices = layer_indices
+        self._taps = taps
 
     def __call__(
         self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array, *drafts: Drafts
     ) -> ForwardResult:
         outer = without_layers(params)
         state, x, inputs = self._begin(outer, state, packed, *drafts)
-        for index, layer in zip(self._layer_indices, params.layers, strict=True):
+        tapped: dict[int, jax.Array] = {}
+        for number, (index, layer) in enumerate(zip(self._layer_indices, params.layers, strict=True)):
+            if number in self._taps.layers:
+                tapped[number] = self._taps.program(x)  # before `x` is given away
             x, cache = self._layer(layer, index, x, cache, inputs)
-        logits, hidden = self._end(outer, x, inputs)
-        return ForwardResult(cache=cache, state=state, logits=logits, slots=inputs.slots, hidden=hidden)
+        if len(params.layers) in self._taps.layers:
+            tapped[len(params.layers)] = self._taps.program(x)
+        logits, hidden, features = self._end(outer, x, inputs, *(tapped[layer] for layer in self._taps.layers))
+        return ForwardResult(
+            cache=cache, state=state, logits=logits, slots=inputs.slots, hidden=hidden, features=features
+        )
 
     @property
     def programs(self) -> tuple[Any, ...]:
-        return self._begin, self._layer, self._end
+        taps = (self._taps.program,) if self._taps.layers else ()
+        return self._begin, self._layer, *taps, self._end
 
 
 @dataclass(frozen=True)
@@ -106,6 +123,13 @@ class ForwardCompiler:
         layer = jax.jit(self.factory.layer(), donate_argnums=(2, 3))
         end = jax.jit(self.factory.end(bucket))
 
+        taps = self.factory.tap_layers or ()
+        tap = jax.jit(self.factory.tap())
+
+        def tapped() -> tuple[Any, ...]:
+            shape = jax.eval_shape(tap, between()[0])
+            return (jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=placed),) * len(taps)
+
         def between() -> tuple[Any, Any]:
             """Hidden states and inputs as `begin` gives them."""
             _, x, inputs = jax.eval_shape(begin, outer, self.state, *step)
@@ -119,8 +143,9 @@ class ForwardCompiler:
         return LayerwiseForward(
             begin=load(f"begin {name}", lambda: begin.lower(outer, self.state, *step)),
             layer=load(f"layer {name}", lower_layer),
-            end=load(f"end {name}", lambda: end.lower(outer, *between())),
+            end=load(f"end {name}", lambda: end.lower(outer, *between(), *tapped())),
             layer_indices=indices,
+            taps=Taps(taps, load(f"tap {name}", lambda: tap.lower(between()[0])) if taps else None),
         )
 
     def _step(self, bucket: Bucket) -> tuple[Any, ...]:

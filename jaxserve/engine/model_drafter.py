@@ -56,7 +56,7 @@ class ModelDrafter:
         """See `Drafter`."""
         num_drafts, rows = step.bucket.num_drafts, step.bucket.decode_rows
         logits, memory = self._logits(params, memory, self._latest(step, 1 if self.uses_target_cache else 2))
-        first = _Draws(step)
+        first = Draws(step)
         token, counts, log_q = first.draw(logits.reshape(rows, -1, logits.shape[1])[:, -1], jnp.int32(0), first.counts)
         tokens = jnp.zeros((rows, num_drafts), jnp.int32).at[:, 0].set(token)
         all_log_q = None
@@ -68,7 +68,7 @@ class ModelDrafter:
             last = lax.dynamic_index_in_dim(tokens, index - 1, 1)  # [rows, 1]
             is_wanted = (index < step.wanted)[:, None]
             places = step.kv_lens[:, None] + index
-            batch = decode_batch(step.state, step.slots, last, places, is_wanted & _is_row(step), step.sizes)
+            batch = decode_batch(step.state, step.slots, last, places, is_wanted & is_row(step), step.sizes)
             logits, memory = self._logits(params, memory, batch)
             token, counts, log_q = first.draw(logits, index, counts)
             tokens = lax.dynamic_update_index_in_dim(tokens, token, index, 1)
@@ -100,7 +100,7 @@ class ModelDrafter:
         """
         places = step.kv_lens[:, None] - behind + jnp.arange(1 - width, 1, dtype=jnp.int32)[None, :]
         tokens = jnp.take_along_axis(step.history, jnp.maximum(places, 0), axis=1)
-        return decode_batch(step.state, step.slots, tokens, places, (places >= 0) & _is_row(step), step.sizes)
+        return decode_batch(step.state, step.slots, tokens, places, (places >= 0) & is_row(step), step.sizes)
 
     def _logits(
         self, params: LlamaParams, memory: KVCache, batch: Batch
@@ -109,7 +109,7 @@ class ModelDrafter:
         return llama.logits(params, hidden, collectives=self.collectives)[:, : self.config.vocab_size], memory
 
 
-class _Draws:
+class Draws:
     """Draws the drafts of a step."""
 
     def __init__(self, step: DraftStep) -> None:
@@ -138,5 +138,6 @@ class _Draws:
         return tokens, counts, log_probabilities(changed, self._params, mode=mode)
 
 
-def _is_row(step: DraftStep) -> Bool[Array, "rows 1"]:
+def is_row(step: DraftStep) -> Bool[Array, "rows 1"]:
+    """Which decode rows are none of padding."""
     return (step.slots < step.sizes.max_num_seqs)[:, None]

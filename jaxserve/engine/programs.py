@@ -51,6 +51,7 @@ class ForwardResult:
     hidden: Float[
         Array, "prefill_tokens hidden"
     ]  # of the prefill tokens after the final norm, padded to the most there are
+    features: Float[Array, "tokens size"] | None = None  # of all tokens, for who reads them: see `ProgramFactory`
 
 
 @struct.dataclass
@@ -67,12 +68,17 @@ class ProgramFactory:
     """Makes the step's functions for one model on one mesh; every one of them runs under `jax.shard_map`.
 
     Args of the functions that take params: `params` may lack what the function does not look at (`without_layers`).
+
+    Attributes:
+        tap_layers: layers whose inputs are given as features of all tokens, side by side; (): the hidden states after the
+            final norm are; None: nobody reads any.
     """
 
     config: ModelConfig
     sizes: Sizes
     mesh: Mesh
     max_prefill_tokens: int
+    tap_layers: tuple[int, ...] | None = None
 
     def forward(self, bucket: Bucket, num_logits: int) -> Callable[..., ForwardResult]:
         """(params, cache, state, packed step) -> ForwardResult: the whole pass; cache and state may be donated.
@@ -88,8 +94,13 @@ class ProgramFactory:
             params: LlamaParams, cache: KVCache, state: DecodeState, packed: Array, *drafts: Drafts
         ) -> ForwardResult:
             state, inputs = self._begin_step(state, packed, bucket, num_logits, *drafts)
-            hidden, cache = llama.forward(
-                params, cache, inputs.batch, config=self.config, collectives=self._collectives
+            hidden, cache, taps = llama.forward_with_taps(
+                params,
+                cache,
+                inputs.batch,
+                config=self.config,
+                collectives=self._collectives,
+                tap_layers=self.tap_layers or (),
             )
             scores = self._logits(params, hidden, inputs.logit_tokens)
             return ForwardResult(
@@ -98,10 +109,14 @@ class ProgramFactory:
                 logits=scores,
                 slots=inputs.slots,
                 hidden=self._prefill_hidden(hidden, bucket),
+                features=self._features(hidden, taps),
             )
 
         specs = partition_specs(param_specs(self.config))
-        result = ForwardResult(cache=self._cache_specs, state=_WHOLE, logits=_WHOLE, slots=_WHOLE, hidden=_WHOLE)  # pyright: ignore[reportArgumentType]
+        whole: Any = _WHOLE
+        result = ForwardResult(
+            cache=self._cache_specs, state=whole, logits=whole, slots=whole, hidden=whole, features=whole
+        )
         more = (_WHOLE,) if bucket.num_drafts else ()
         return self._shard_map(per_device, (specs, self._cache_specs, _WHOLE, _WHOLE, *more), result)
 
@@ -144,15 +159,25 @@ class ProgramFactory:
             per_device, (specs, _WHOLE, _WHOLE, self._cache_specs, _WHOLE), (_WHOLE, self._cache_specs)
         )
 
-    def end(self, bucket: Bucket) -> Callable[..., tuple[Array, Array]]:
-        """(params without layers, hidden states, StepInputs) -> (logits, hidden states as in ForwardResult)."""
+    def tap(self) -> Callable[[llama.Stream], Array]:
+        """(hidden states) -> what goes into the layer that they are given to."""
+        return self._shard_map(llama.stream_sum, (_WHOLE,), _WHOLE)
 
-        def per_device(params: LlamaParams, x: llama.Stream, inputs: StepInputs) -> tuple[Array, Array]:
+    def end(self, bucket: Bucket) -> Callable[..., tuple[Array, Array, Array | None]]:
+        """(params without layers, hidden states, StepInputs, *what `tap` gave of each of `tap_layers`) -> (logits, hidden
+        states, features, both as in ForwardResult).
+        """
+
+        def per_device(
+            params: LlamaParams, x: llama.Stream, inputs: StepInputs, *taps: Array
+        ) -> tuple[Array, Array, Array | None]:
             hidden = llama.final_norm(params, x, config=self.config)
-            return self._logits(params, hidden, inputs.logit_tokens), self._prefill_hidden(hidden, bucket)
+            scores = self._logits(params, hidden, inputs.logit_tokens)
+            return scores, self._prefill_hidden(hidden, bucket), self._features(hidden, taps)
 
         specs = without_layers(partition_specs(param_specs(self.config)))
-        return self._shard_map(per_device, (specs, _WHOLE, _WHOLE), _WHOLE)
+        taps = (_WHOLE,) * len(self.tap_layers or ())
+        return self._shard_map(per_device, (specs, _WHOLE, _WHOLE, *taps), _WHOLE)
 
     def prompt_logprobs(self) -> Callable[..., Logprobs]:
         """(params without layers, hidden states of ForwardResult, next token of each, first row) -> Logprobs of a block.
@@ -267,6 +292,11 @@ class ProgramFactory:
         if bucket.prefill_rows == 0:
             return hidden[:0]
         return jnp.pad(hidden[bucket.decode_rows :], ((0, self.max_prefill_tokens - bucket.prefill_tokens), (0, 0)))
+
+    def _features(self, hidden: Array, taps: tuple[Array, ...]) -> Array | None:
+        if self.tap_layers is None:
+            return None
+        return jnp.concatenate(taps, axis=1) if taps else hidden
 
     def _logits(self, params: LlamaParams, hidden: Array, logit_tokens: Array) -> Array:
         rows = jnp.take(hidden, logit_tokens, axis=0, mode="clip")

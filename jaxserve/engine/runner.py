@@ -57,7 +57,9 @@ class PendingLogits:
     logits: jax.Array  # [rows, vocab]
     slots: jax.Array  # [rows]
     hidden: jax.Array  # [prefill_tokens, hidden], for log probabilities of prompts
+    packed: jax.Array  # the step, as the device has it
     drafts: Drafts | None = None  # that the step brings to be verified; then there are logits of every one's position
+    features: jax.Array | None = None  # as in `ForwardResult`
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,10 @@ class ModelRunner:
         self._buckets = buckets
         self._layerwise = layerwise
         self._replicated = replicated(mesh)
-        self._factory = ProgramFactory(config, sizes, mesh, buckets.prefill_tokens[-1])
+        reader = None if drafting is None else drafting.reader
+        self._factory = ProgramFactory(
+            config, sizes, mesh, buckets.prefill_tokens[-1], None if reader is None else reader.tap_layers
+        )
         dtype = params.final_norm.dtype, params.embedding.dtype, cache_dtype
         self._programs = ExecutableCache(
             program_folder,
@@ -191,7 +196,8 @@ class ModelRunner:
                 for masks in (None, np.full((bucket.decode_rows, self._mask_words), -1, np.int32)):
                     if masks is None or mode in self._buckets.masked_modes:
                         logits = self._forward_step(nobody, bucket, mode, packed)
-                        self._run_verification(mode, logits, masks)
+                        tokens, _ = self._run_verification(mode, logits, masks)
+                        self._show_drafter(logits, tokens)
             if bucket.num_drafts:
                 continue
             result = forward(self._params, self._cache, self._state, packed)
@@ -260,7 +266,7 @@ class ModelRunner:
         more = () if drafts is None else (Drafts(token_ids=drafts.token_ids, counts=drafts.counts),)
         result = self._forward[bucket](self._params, self._cache, self._state, packed, *more)
         self._cache, self._state = result.cache, result.state
-        return PendingLogits(batch, bucket, result.logits, result.slots, result.hidden, drafts)
+        return PendingLogits(batch, bucket, result.logits, result.slots, result.hidden, packed, drafts, result.features)
 
     def launch_sample(self, logits: PendingLogits, masks: np.ndarray | None = None) -> PendingTokens:
         """Starts the sampling of a launched forward pass and the tokens' way to the host, and returns at once.
@@ -280,10 +286,16 @@ class ModelRunner:
             tokens, logprobs = self._run_verification(mode, logits, masks)
         else:
             tokens, logprobs = self._run_sampling(mode, logits.logits, logits.slots, masks)
+        self._show_drafter(logits, tokens)
         prompt = self._launch_prompt_logprobs(logits)
         for array in jax.tree.leaves((tokens, logprobs, prompt)):
             array.copy_to_host_async()
         return PendingTokens(logits.batch, logits.bucket, tokens, logprobs, prompt)
+
+    def _show_drafter(self, logits: PendingLogits, tokens: jax.Array) -> None:
+        """Lets a drafter that reads hidden states see a step whose tokens are drawn."""
+        if self._speculator is not None:
+            self._speculator.observe(logits.batch, logits.bucket, self._state, logits.packed, logits.features, tokens)
 
     def _run_sampling(
         self, mode: SamplingMode, logits: jax.Array, slots: jax.Array, masks: np.ndarray | None

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.engine.decode_state import DecodeState, end_verification, sampling_arrays, take_step
 from jaxserve.engine.device_batch import Bucket, Sizes, unpack
 from jaxserve.engine.drafters import Drafter, DraftStep, speculation_of
+from jaxserve.engine.head_drafters import HeadDrafter, Seen
 from jaxserve.engine.processor_state import ProcessorState, count_verified, rows_of
 from jaxserve.models.logit_processors import Logprobs, mask_logits, process_logits, token_logprobs
 from jaxserve.models.sampling import SamplingMode
@@ -66,6 +67,30 @@ class SpeculativePrograms:
 
         specs = self.drafter.memory_specs
         return self._shard_map(per_device, (self.drafter.params_specs, specs, _WHOLE, _WHOLE, _WHOLE), specs)
+
+    def observe(self, reader: HeadDrafter, bucket: Bucket) -> Callable[..., Any]:
+        """(params, memory, state after the step, packed step, features, following[, `pack_verified`]) -> memory.
+
+        Memory may be donated; features and following as in `Seen`. What was verified comes with drafts.
+        """
+
+        def per_device(
+            params: Any,
+            memory: Any,
+            state: DecodeState,
+            packed: Array,
+            features: Array,
+            following: Array,
+            *verified: Array,
+        ) -> Any:
+            with jax.named_scope("show_drafter"):
+                counts = verified[0][:, -2] if verified else jnp.ones((bucket.decode_rows,), jnp.int32)
+                seen = Seen(features=features, following=following, counts=counts)
+                return reader.observe(params, memory, self._step(state, packed, bucket, "greedy"), seen)
+
+        specs = reader.memory_specs
+        step = (_WHOLE,) * (5 if bucket.num_drafts else 4)
+        return self._shard_map(per_device, (reader.params_specs, specs, *step), specs)
 
     def verify(self, mode: SamplingMode, *, masked: bool = False) -> Callable[..., tuple[DecodeState, Array]]:
         """(state, logits, slots, drafts[, masks [rows, words]]) -> (state, `pack_verified`); the caller donates state."""

@@ -18,6 +18,7 @@ from jaxserve.engine.decode_state import DecodeState
 from jaxserve.engine.device_batch import Bucket, packed_size
 from jaxserve.engine.drafters import CATCH_UP_TOKENS, Drafter
 from jaxserve.engine.executable_cache import ExecutableCache
+from jaxserve.engine.head_drafters import HeadDrafter
 from jaxserve.engine.processor_state import ProcessorState
 from jaxserve.engine.programs import ProgramFactory
 from jaxserve.engine.schedule import ScheduledBatch
@@ -41,6 +42,7 @@ class Drafting:
         memory: arrays that its programs take and give back; not looked at where it uses the target's KV cache.
         description: tells one drafter's compiled programs from another's.
         synthetic_acceptance: as in `SpeculativeConfig`.
+        reader: the drafter, where it reads hidden states of the target; `params` are `HeadArrays` then.
     """
 
     drafter: Drafter
@@ -48,6 +50,7 @@ class Drafting:
     memory: Any
     description: str
     synthetic_acceptance: float | None = None
+    reader: HeadDrafter | None = None
 
 
 class DraftProgram(NamedTuple):
@@ -80,6 +83,7 @@ class Speculator:
         self._replicated = replicated(factory.mesh)
         self._draft: dict[DraftProgram, Any] = {}
         self._feed: dict[Bucket, Any] = {}
+        self._observe: dict[Bucket, Any] = {}
         self._catch_up: dict[Bucket, Any] = {}
         self._missed = np.zeros(factory.sizes.max_num_seqs, np.int64)  # last tokens of each slot that it has not seen
         self._verify: dict[VerifyProgram, Any] = {}
@@ -93,6 +97,8 @@ class Speculator:
     @property
     def params(self) -> Any:
         """The drafter's own arrays; none where they are the target's."""
+        if self._drafting.reader is not None:
+            return self._drafting.params.head
         return () if self._drafter.uses_target_cache else self._drafting.params
 
     @property
@@ -101,6 +107,7 @@ class Speculator:
         return [
             *self._draft.values(),
             *self._feed.values(),
+            *self._observe.values(),
             *self._catch_up.values(),
             *self._verify.values(),
             self._set_history,
@@ -124,6 +131,7 @@ class Speculator:
         return [
             compiler.set_history,
             *(partial(compiler.feed, bucket) for bucket in fed),
+            *(partial(compiler.observe, bucket) for bucket in self._buckets.all() if self._drafting.reader is not None),
             *(partial(compiler.catch_up, bucket) for bucket in buckets if reads),
             *(partial(compiler.draft, DraftProgram(bucket, mode)) for bucket in buckets for mode in drafting_modes),
             *(partial(compiler.verify, VerifyProgram(bucket, *kind)) for bucket in buckets for kind in verifying),
@@ -189,6 +197,33 @@ class Speculator:
         else:
             missed[slots] += 1
 
+    def observe(
+        self,
+        batch: ScheduledBatch,
+        bucket: Bucket,
+        state: DecodeState,
+        packed: jax.Array,
+        features: jax.Array | None,
+        verified: jax.Array,
+    ) -> None:
+        """Shows a step whose tokens are drawn to the drafter, if it reads hidden states.
+
+        Args:
+            state: after the step.
+            packed: the step.
+            features: of the step's `ForwardResult`.
+            verified: as `pack_verified` has it; not looked at without drafts.
+        """
+        if self._drafting.reader is None:
+            return
+        following = np.zeros(bucket.prefill_rows, np.int32)
+        for row, chunk in enumerate(batch.prefill):
+            end = chunk.start + len(chunk.token_ids)
+            if end < len(chunk.sequence.token_ids):
+                following[row] = chunk.sequence.token_ids[end]
+        step = self._drafting.params, self._memory, state, packed, features, jax.device_put(following, self._replicated)
+        self._memory = self._observe[bucket](*step, *((verified,) if bucket.num_drafts else ()))
+
     def verify(
         self,
         bucket: Bucket,
@@ -242,6 +277,23 @@ class _Compiler:
         function = jax.jit(self.owner._functions.catch_up(bucket), donate_argnums=(1,))
         self.owner._catch_up[bucket] = self._load(
             f"drafter catches up {bucket}", lambda: function.lower(*self._arguments(bucket), self._like(())), bucket
+        )
+
+    def observe(self, bucket: Bucket) -> None:
+        owner, reader = self.owner, self.owner._drafting.reader
+        if reader is None:
+            raise ValueError("the drafter reads no hidden states")
+        tokens = bucket.decode_tokens + bucket.prefill_tokens
+        size = max(1, len(reader.tap_layers)) * owner._factory.config.hidden_size
+        step = [
+            self._like((tokens, size), owner._drafting.params.target.embedding.dtype),
+            self._like((bucket.prefill_rows,)),
+        ]
+        if bucket.num_drafts:
+            step.append(self._like((bucket.decode_rows, bucket.num_drafts + 3)))
+        function = jax.jit(owner._functions.observe(reader, bucket), donate_argnums=(1,))
+        owner._observe[bucket] = self._load(
+            f"show drafter {bucket}", lambda: function.lower(*self._arguments(bucket), *step), bucket
         )
 
     def verify(self, key: VerifyProgram) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from jaxserve.checkpoint.draft_heads import load_draft_head
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, check_files, is_converted, read_manifest
-from jaxserve.checkpoint.source import resolve_model
+from jaxserve.checkpoint.source import draft_head_folder, resolve_model
 from jaxserve.checkpoint.store import converted_folder, load_checkpoint
-from jaxserve.config import EngineConfig, ToolCallFormat
+from jaxserve.config import EngineConfig, ModelConfig, ToolCallFormat
 from jaxserve.engine.build import build_engine, build_runner, make_engine_mesh
 from jaxserve.engine.build_drafting import Model
 from jaxserve.engine.client import EngineClient, Replica
@@ -19,9 +20,11 @@ from jaxserve.engine.cluster import Follower, Leader, join_cluster
 from jaxserve.engine.cluster_runner import follow
 from jaxserve.engine.replicas import start_engine
 from jaxserve.engine.request import RequestError
+from jaxserve.models.draft_head import DraftHead
 from jaxserve.progress import Progress
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.service import OpenAIService
+from jaxserve.speculative_config import HEAD_METHODS
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -63,7 +66,9 @@ def launch(
     def build(config: EngineConfig, replica: Replica) -> EngineClient:
         mesh = make_engine_mesh(config, replica.index)
         checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
-        draft = None if draft_folder is None else load_draft_model(draft_folder, config, progress, mesh)
+        draft = (
+            None if draft_folder is None else load_draft(draft_folder, config, checkpoint.model_config, progress, mesh)
+        )
         return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft, leader)
 
     engine = start_engine(config, build)
@@ -85,14 +90,16 @@ def launch(
 
 
 def resolve_draft_model(config: EngineConfig, tokenizer: Tokenizer, progress: Progress) -> Path | None:
-    """The folder of the model that drafts, converted; None: no model of its own does.
+    """The folder of the model that drafts, converted, or of the head as it is published; None: no model of its own does.
 
     Raises:
         CheckpointError: it cannot be found, or its tokens are others than those of the model that is served.
     """
     model = None if config.speculative_config is None else config.speculative_config.model
-    if model is None:
+    if config.speculative_config is None or model is None:
         return None
+    if config.speculative_config.method in HEAD_METHODS:
+        return draft_head_folder(model, progress)
     folder = converted_folder(resolve_model(model, progress), progress)
     check_files(folder, read_manifest(folder))
     own = load_tokenizer(folder / TOKENIZER_FOLDER)
@@ -107,8 +114,17 @@ def resolve_draft_model(config: EngineConfig, tokenizer: Tokenizer, progress: Pr
     return folder
 
 
-def load_draft_model(folder: Path, config: EngineConfig, progress: Progress, mesh: Mesh) -> Model:
-    """The model that drafts, to be placed beside the one that is served."""
+def load_draft(
+    folder: Path, config: EngineConfig, target: ModelConfig, progress: Progress, mesh: Mesh
+) -> Model | DraftHead:
+    """The model or head that drafts, to be placed beside the one that is served.
+
+    Raises:
+        CheckpointError: a head that is damaged, or of another model.
+    """
+    method = None if config.speculative_config is None else config.speculative_config.method
+    if method == "eagle" or method == "eagle3" or method == "medusa":
+        return load_draft_head(folder, method, target)
     checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
     return Model(checkpoint.model_config, checkpoint.params)
 

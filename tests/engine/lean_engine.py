@@ -12,12 +12,14 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.build_drafting import Model, make_drafting
+from jaxserve.engine.build_heads import place_head
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.draft_lengths import DraftLengths
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.models.draft_head import DraftHead
 from jaxserve.models.params import LlamaParams
 from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import NoProgress
@@ -29,15 +31,17 @@ from tests.tiny_engine import MODEL_CONFIG, tiny_params
 @contextmanager
 def lean_engine(
     speculative: SpeculativeConfig | None = None,
-    draft: Model | None = None,
+    draft: Model | DraftHead | None = None,
     *,
     lengths: DraftLengths | None = None,
     tensor_parallel_size: int = 1,
+    params: LlamaParams | None = None,
 ) -> Iterator[EngineClient]:
     """72 tokens of KV cache for three sequences of up to 64: they cannot all stay.
 
     Args:
         draft: on the host, with a config that needs no other layout for several devices.
+        params: of the model; None: those of `tiny_params`.
         lengths: chooses how many tokens are drafted; None: always as many as can be.
     """
     limits = SchedulerLimits(
@@ -58,10 +62,14 @@ def lean_engine(
         verify_modes=("full",),
     )
     mesh = make_mesh(jax.devices("cpu"), tensor_parallel_size)
-    target = Model(MODEL_CONFIG, _placed(Model(MODEL_CONFIG, tiny_params()), mesh))
+    target = Model(MODEL_CONFIG, _placed(Model(MODEL_CONFIG, params or tiny_params()), mesh))
     drafting = None
     if speculative is not None:
-        placed = None if draft is None else Model(draft.config, _placed(draft, mesh))
+        placed: Model | DraftHead | None = draft
+        if isinstance(draft, DraftHead):
+            placed = place_head(draft, jnp.dtype(jnp.float32), mesh)
+        elif draft is not None:
+            placed = Model(draft.config, _placed(draft, mesh))
         drafting = make_drafting(speculative, target, placed, sizes, mesh, jnp.dtype(jnp.float32))
     runner = ModelRunner(
         MODEL_CONFIG,
