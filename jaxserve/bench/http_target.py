@@ -61,7 +61,7 @@ class HttpTarget:
         self._prompts = prompts
         self._client = client
         self._loop = new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="bench-http", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="bench-http", daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished_tokens = 0
         self._finished_events = 0
@@ -94,10 +94,20 @@ class HttpTarget:
         asyncio.run_coroutine_threadsafe(_awaited(self._client.close()), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
         self._stats.close()
 
     # On the loop's thread.
+
+    def _run_loop(self) -> None:
+        """Ends as `asyncio.run` does: what is left open, such as a stream that was given up, is closed while it can be."""
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(asyncio.sleep(0))  # transports close with the loop's next turn
+        finally:
+            asyncio.set_event_loop(None)
+            self._loop.close()
 
     def _spawn(self, index: int, task: Task, path: str, body: dict[str, Any], on_end: OnEnd) -> None:
         running = self._loop.create_task(self._answer(index, task, path, body, on_end))
