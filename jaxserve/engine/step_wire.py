@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -131,8 +132,8 @@ def _sequence(
     )
 
 
-def _bytes(numbers: Any) -> bytes:
-    return np.asarray(numbers, np.int32).tobytes()
+def _bytes(numbers: Iterable[int]) -> bytes:
+    return array("i", numbers).tobytes()
 
 
 def _ints(data: bytes) -> list[int]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 import pytest
 
-from jaxserve.config import ModelConfig
+from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.runner import zero_cache
 from jaxserve.models.kv_cache import kv_cache_specs
 from jaxserve.models.params import param_specs
-from jaxserve.sharding.mesh import make_mesh
+from jaxserve.sharding.mesh import devices_of_hosts, make_mesh
 from jaxserve.sharding.placement import named_shardings, partition_specs, replicated
 from tests.tiny_engine import MODEL_CONFIG, tiny_params
 
@@ -32,6 +33,37 @@ def test_a_mesh_takes_the_first_devices() -> None:
 def test_more_devices_than_there_are(size: int) -> None:
     with pytest.raises(ValueError, match=rf"tensor_parallel_size={size} .*8 cpu device"):
         make_mesh(jax.devices(), size)
+
+
+@dataclass(frozen=True)
+class Device:
+    process_index: int
+    number: int
+
+
+def test_several_hosts_give_as_many_devices_each() -> None:
+    devices = [Device(host, number) for number in range(3) for host in (1, 0)]
+    chosen = devices_of_hosts(devices, 2, 4)  # type: ignore[arg-type]
+    assert [(device.process_index, device.number) for device in chosen] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    with pytest.raises(ValueError, match="takes 4 devices of each host; host 0 has 3"):
+        devices_of_hosts(devices, 2, 8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tensor_parallel_size=5 does not divide over nnodes=2"):
+        devices_of_hosts(devices, 2, 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"nnodes": 2, "tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide over nnodes=2"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, "node_rank=2 must be one of the nnodes=2 hosts"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "the hosts share one engine"),
+        ({"master_port": 70000}, "master_port=70000 must lie in"),
+        ({"nnodes": 0}, "nnodes=0 must be at least 1"),
+    ],
+)
+def test_hosts_that_cannot_be(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
