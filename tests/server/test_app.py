@@ -12,9 +12,10 @@ from starlette.routing import Route
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.request import TokenLogprobs
+from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.server.app import create_app
 from jaxserve.server.slot import ServiceSlot
-from tests.fakes import MODEL_NAME, FakeEngine, endless, fake_service, say
+from tests.fakes import MODEL_NAME, FakeEngine, FakeStats, endless, fake_service, say
 from tests.server.harness import USER, assert_error, client_of, events, listening, raw_request, until
 
 pytestmark = pytest.mark.anyio
@@ -63,6 +64,18 @@ async def test_event_stream_of_completions_with_usage() -> None:
     assert all(chunk["usage"] is None for chunk in chunks)
     finished = [c["index"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
     assert sorted(finished) == [0, 1, 2]
+
+
+async def test_usage_in_every_chunk_of_completions() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "yz", "stream": True, "stream_options": options}
+    async with client_of(FakeEngine(say("ab"))) as client:
+        *chunks, done = events((await client.post("/v1/completions", json=body)).text)
+    assert done == "[DONE]"
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == [1, 2, 3, 3]
+    assert [len(chunk["choices"]) for chunk in chunks] == [1, 1, 1, 0]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {2}
 
 
 async def test_no_usage_chunk_unless_asked_for() -> None:
@@ -116,6 +129,24 @@ async def test_side_routes() -> None:
     assert "jaxserve:inter_token_latency_seconds_count 3.0" in lines
     assert "jaxserve:e2e_request_latency_seconds_count 1.0" in lines
     assert f'jaxserve:device_info{{device="cpu",model="{MODEL_NAME}"}} 1.0' in lines
+
+
+async def test_the_engines_own_numbers() -> None:
+    engine = FakeEngine(say("x"))
+    told = FakeStats(
+        num_running=3, num_waiting=2, num_pages=80, num_free_pages=20, num_preemptions=4, num_steps=6, prompt_tokens=30,
+        generation_tokens=12, last_step_ms=25.0, host_gap=0.125, step_times=TimeCounts((0.01, 1.0), (4, 2, 0), 0.5),
+    )  # fmt: skip
+    engine.stats = lambda: told  # type: ignore[method-assign]
+    async with client_of(engine) as client:
+        lines = (await client.get("/metrics")).text.split("\n")
+    for line in (
+        "num_requests_running 3.0", "num_requests_waiting 2.0", "kv_cache_usage_perc 0.75", "num_preemptions_total 4.0",
+        "engine_steps_total 6.0", "prompt_tokens_total 30.0", "generation_tokens_total 12.0", "last_step_seconds 0.025",
+        "host_gap 0.125", "engine_step_seconds_sum 0.5", "engine_step_seconds_count 6.0",
+        'engine_step_seconds_bucket{le="0.01"} 4.0',
+    ):  # fmt: skip
+        assert f"jaxserve:{line}" in lines
 
 
 async def test_two_apps_count_apart() -> None:

@@ -95,6 +95,19 @@ async def test_headers_without_end_are_refused(line: bytes) -> None:
         writer.close()
 
 
+async def test_a_key_of_a_megabyte_is_refused() -> None:
+    config = ServerConfig(api_keys=("sk",))
+    async with listening(create_app(fake_service(FakeEngine(say("x"))), config), config) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + b"x" * 2**20 + b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):  # what was not read may reset the connection
+            async with asyncio.timeout(10):
+                assert (await reader.read())[:13] in (b"HTTP/1.1 400 ", b"")
+        writer.close()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            assert_error(await client.get("/v1/models"), 401)
+
+
 async def test_what_is_no_http_gets_an_error_object(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "uvicorn.error")
     config = ServerConfig()

@@ -64,6 +64,12 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve(MODEL).owned_by == "jaxserve"
 
 
+def test_the_device_is_told(server: ServerProcess) -> None:
+    """Whoever takes a slow CPU for a GPU finds out, by health as by the log; metrics are looked at below."""
+    assert httpx.get(f"{server.url()}/health").json()["device"] == "cpu"
+    assert "memory of each device (cpu)" in server.log
+
+
 def test_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**GREEDY)
     assert answer.object == "chat.completion"

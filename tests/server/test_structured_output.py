@@ -82,6 +82,28 @@ def test_several_choices_and_penalties(client: openai.OpenAI) -> None:
         Draft202012Validator(SCHEMA).validate(json.loads(choice.message.content or ""))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_where_one_token_is_allowed(client: openai.OpenAI, stream: bool) -> None:
+    """Of the raw logits: the mask makes no minus infinity of what it forbids."""
+
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is no JSON")
+
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 20, "stream": stream}
+    answer = client.chat.completions.with_raw_response.create(
+        **{**HOT, **fields}, seed=1, response_format=schema_format({"const": True})
+    )
+    body = answer.http_response.read().decode()
+    texts = [line.removeprefix("data: ") for line in body.split("\n") if line.startswith("data: {")]
+    parts = [json.loads(text, parse_constant=refuse) for text in (texts if stream else [body])]
+    told = [part["choices"][0]["logprobs"] for part in parts]
+    entries = [entry for logprobs in told if logprobs for entry in logprobs["content"]]
+    assert "".join(entry["token"] for entry in entries)[:4] == "true"
+    for entry in entries:
+        assert len(entry["top_logprobs"]) == 20
+        assert -100 < entry["logprob"] < 0
+
+
 @pytest.mark.parametrize(
     ("structured", "pattern"),
     [
