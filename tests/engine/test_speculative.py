@@ -43,7 +43,11 @@ def plain() -> Iterator[EngineClient]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=[NGRAM, DRAFT_MODEL, EARLY_EXIT], ids=lambda config: config.method)
+@pytest.fixture(
+    scope="module",
+    params=[NGRAM, DRAFT_MODEL, pytest.param(EARLY_EXIT, marks=pytest.mark.long)],
+    ids=lambda config: config.method,
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
     draft = Model(MODEL_CONFIG, nearly(tiny_params())) if request.param is DRAFT_MODEL else None
     with lean_engine(request.param, draft) as engine:
@@ -172,6 +176,18 @@ def test_a_drafter_catches_up_on_steps_without_drafts(plain: EngineClient, confi
         assert stats.num_draft_tokens > 0
         if config is DRAFT_MODEL:  # the target itself, which is right as long as it has seen everything
             assert stats.num_accepted_tokens == stats.num_draft_tokens
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [NGRAM, DRAFT_MODEL, EARLY_EXIT], ids=lambda config: config.method)
+def test_devices_that_share_the_model_share_the_drafter(plain: EngineClient, config: SpeculativeConfig) -> None:
+    draft = Model(MODEL_CONFIG, nearly(tiny_params())) if config is DRAFT_MODEL else None
+    requests = repetitive_requests(6, seed=7)
+    with lean_engine(config, draft, tensor_parallel_size=2) as engine:
+        answers = [Answer(engine, *request) for request in requests]
+        together = [answer.wait()[0] for answer in answers]
+        assert accepted(engine) > 0
+    assert together == [ask(plain, *request) for request in requests]
 
 
 def test_a_prompt_found_in_the_cache_goes_on_with_drafts(plain: EngineClient, engine: EngineClient) -> None:
