@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -72,11 +74,12 @@ def engine(
     limits: SchedulerLimits | None = None,
     config: EngineConfig | None = None,
     gate: Callable[[int], None] = lambda step: None,
+    model_config: ModelConfig = MODEL_CONFIG,
 ) -> Iterator[EngineClient]:
     limits = limits or make_limits()
     client = EngineClient(
         config=config or EngineConfig(seed=0),
-        model_config=MODEL_CONFIG,
+        model_config=model_config,
         scheduler=Scheduler(limits),
         runner=FakeRunner(limits, gate),
         device_kind="fake",
@@ -184,6 +187,25 @@ def test_end_of_text_ends_unless_ignored() -> None:
         assert (len(ignored), ignored[-1].finish_reason, ignored[-1].stop_token_id) == (eos + 2, "length", None)
         stopped = ask(client, ignore_eos=True, stop_token_ids=(stop,))
         assert (len(stopped), stopped[-1].finish_reason, stopped[-1].stop_token_id) == (at + 1, "stop", stop)
+
+
+def test_each_end_of_text_of_the_model_ends_unless_ignored() -> None:
+    endless = solo_tokens(PROMPT, 1, 20)
+    ends = [token for i, token in enumerate(endless) if endless.index(token) == i][1:4]
+    model_config = dataclasses.replace(MODEL_CONFIG, eos_token_ids=tuple(ends))
+
+    def length(client: EngineClient, **params: Any) -> int:
+        received = Collected()
+        client.submit_with_callback(PROMPT, SamplingParams(seed=1, max_tokens=20, **params), received)
+        return len(received.tokens())
+
+    with engine(model_config=model_config) as client:
+        assert length(client) == endless.index(ends[0]) + 1
+        assert length(client, ignore_eos=True) == 20
+        assert length(client, ignore_eos=True, stop_token_ids=(ends[2],)) == endless.index(ends[2]) + 1
+    for end in ends:
+        with engine(model_config=dataclasses.replace(MODEL_CONFIG, eos_token_ids=(VOCAB_SIZE - 1, end))) as client:
+            assert length(client) == min(endless.index(token) for token in {end, VOCAB_SIZE - 1} & {*endless}) + 1
 
 
 @pytest.mark.parametrize("max_tokens", [None, 10**12])
