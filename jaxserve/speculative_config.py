@@ -79,7 +79,7 @@ class SpeculativeConfig:
             raise ValueError('speculative method "draft_model" needs "model": a name or folder, of the same vocabulary')
         if self.method in HEAD_METHODS and not self.model:
             raise ValueError(
-                f'speculative method "{self.method}" needs "model": the folder or hf:ORG/NAME of a head trained for the model'
+                f'speculative method "{self.method}" needs "model": the folder or hf:ORG/NAME of a head trained for it'
             )
         if self.num_layers is not None and (not _is_int(self.num_layers) or self.num_layers < 1):
             raise ValueError(f"speculative num_layers={self.num_layers!r} must be at least 1")

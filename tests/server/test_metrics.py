@@ -149,6 +149,9 @@ def test_drafts_are_told_by_method_and_position_under_both_names(monkeypatch: py
     text = Metrics(ServiceSlot(fake_service(engine))).exposition().decode()
     for name, expected in (("drafts", 10), ("draft_tokens", 30), ("accepted_tokens", 17)):
         assert value(text, f"jaxserve:spec_decode_num_{name}_total", method="ngram") == expected
-        assert value(text, f"vllm:spec_decode_num_{name}_total", method="ngram", engine="0", model_name=MODEL_NAME) == expected
+        assert (
+            value(text, f"vllm:spec_decode_num_{name}_total", method="ngram", engine="0", model_name=MODEL_NAME)
+            == expected
+        )
     kept = "jaxserve:spec_decode_num_accepted_tokens_per_pos_total"
     assert [value(text, kept, method="ngram", position=str(position)) for position in range(3)] == [9, 5, 3]
