@@ -64,13 +64,16 @@ class Harness:
         seed: int = 0,
         stop: Tokens[int] = (),
         salt: str | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Key:
         """Queues a request; a number as the prompt stands for that many tokens that begin no other request's prompt."""
         name = f"request-{len(self.sequences)}" if request_id is None else request_id
         first = zlib.crc32(name.encode()) % 997
         tokens = tuple(range(first, first + prompt)) if isinstance(prompt, int) else tuple(prompt)
         sequence = Sequence(
-            request=Request(name, tokens, SamplingParams(), arrival_time=0.0, cache_salt=salt),
+            request=Request(
+                name, tokens, SamplingParams(prompt_logprobs=prompt_logprobs), arrival_time=0.0, cache_salt=salt
+            ),
             index=index,
             seed=seed,
             stop_token_ids=frozenset(stop),
@@ -93,12 +96,21 @@ class Harness:
         self.check()
         launched = (batch, self.runner.launch_sample(self.runner.launch_forward(batch))) if batch else None
         if self.pending is not None:
+            self.tell_prompt_logprobs(self.pending[0])
             self.take(self.scheduler.update(self.pending[0], self.runner.fetch(self.pending[1])))
         elif launched is None:
             self.take(self.scheduler.take_pending_outputs())
         self.pending = launched
         self.check()
         return batch
+
+    def tell_prompt_logprobs(self, batch: ScheduledBatch) -> None:
+        """What fetching a step brings beside its tokens; of the values, only how many there are matters here."""
+        for chunk in batch.prefill:
+            sequence, known = chunk.sequence, chunk.sequence.prompt_logprobs
+            end = min(chunk.start + len(chunk.token_ids), sequence.num_prompt_tokens)
+            if sequence.wants_prompt_logprobs and chunk.start <= len(known) < end:
+                known += [None] * (end - len(known))
 
     def run(self, max_steps: int = 1000) -> int:
         """Steps until nothing is left to do; returns how many it took."""
@@ -166,7 +178,8 @@ class Harness:
             assert node.parent is (sequence.nodes[index - 1] if index else None)
         if sequence.status is SequenceStatus.RUNNING and self.caching:
             full = min(sequence.num_computed, len(sequence.token_ids)) // size
-            assert len(sequence.nodes) in (full, full - 1)  # the last token may have come before its step was launched
+            # The last token may have come before its step was launched. What computes on purpose what is there stays out.
+            assert len(sequence.nodes) in (full, full - 1) or sequence.request.sampling.prompt_logprobs is not None
 
     def check_done(self) -> None:
         """Every request has ended; those that were not aborted gave their solo tokens; nothing is held."""

@@ -114,6 +114,17 @@ def test_an_answer_can_be_gone_on_with() -> None:
     harness.check_done()
 
 
+def test_a_prompt_that_is_computed_anew_holds_no_second_copy() -> None:
+    """Its log probabilities are wanted, which only computing it gives; pages for it twice there are none."""
+    harness = Harness(make_limits(page_size=4, pages=8, tokens=8, max_len=32))
+    for prompt_logprobs in (None, 0, 0):
+        key = harness.add(prompt((1, 25)), max_tokens=6, prompt_logprobs=prompt_logprobs)
+        harness.run()
+        assert computed(harness, key) == 25
+        assert len(harness.sequences[key].prompt_logprobs) == (0 if prompt_logprobs is None else 25)
+    harness.check_done()
+
+
 def test_salts_keep_requests_apart() -> None:
     harness = Harness(make_limits(page_size=4, tokens=64))
     salts = [None, "x", "y", "None", "adapter"]
@@ -241,7 +252,8 @@ def shared_traces(draw: st.DrawFn) -> Trace:
         "page_size": draw(st.integers(1, 4)),
         "pages": draw(st.integers(6, 24)),
     }
-    # Kind of event; which of few prefixes, its length, own tokens, output, choices, salt; steps, or whom to abort.
+    # Kind of event; which of few prefixes, its length, own tokens, output, choices, 1: a salt, 2: the prompt's log
+    # probabilities are wanted; steps, or whom to abort.
     event = st.tuples(
         st.sampled_from(["add", "add", "step", "step", "abort", "flush", "again"]).map(
             ["add", "step", "abort", "flush", "again"].index
@@ -251,7 +263,7 @@ def shared_traces(draw: st.DrawFn) -> Trace:
         st.integers(0, 3),
         st.integers(1, 10),
         st.integers(1, 3),
-        st.integers(0, 1),
+        st.integers(0, 2),
     )
     return limits, draw(st.lists(event, min_size=1, max_size=40))
 
@@ -260,7 +272,7 @@ def play(limits: dict[str, int], events: list[tuple[int, ...]], host_pages: int 
     harness = Harness(make_limits(**limits), host_pages=host_pages)
     longest = harness.limits.longest_sequence
     requests: list[list[int]] = []
-    for kind, name, length, own, output, choices, salt in events:
+    for kind, name, length, own, output, choices, extra in events:
         if kind in (0, 4):
             ids = prompt((name, length), (100 + len(requests), own)) or [3]
             if kind == 4 and requests:  # a prompt that was there before, or one with its answer
@@ -271,8 +283,9 @@ def play(limits: dict[str, int], events: list[tuple[int, ...]], host_pages: int 
             requests.append(ids)
             for index in range(choices):
                 harness.add(
-                    ids, output, request_id=request_id, index=index, seed=index, stop=[own], salt="s" if salt else None
-                )
+                    ids, output, request_id=request_id, index=index, seed=index, stop=[own],
+                    salt="s" if extra == 1 else None, prompt_logprobs=0 if extra == 2 else None,
+                )  # fmt: skip
         elif kind == 1:
             for _ in range(choices):
                 harness.step()
