@@ -29,6 +29,11 @@ def test_vllm_s_fields_are_read() -> None:
         ('{"method": "ngram", "num_speculative_tokens": 3, "tokens": 1}', r"unknown fields \['tokens'\]; known ones: "),
         ('{"method": "ngram", "num_speculative_tokens": 3, "model": "x"}', "model='x' means nothing to method 'ngram'"),
         ('{"method": "draft_model", "num_speculative_tokens": 3}', 'needs "model"'),
+        ('{"method": "eagle", "num_speculative_tokens": 3}', 'method "eagle" needs "model": the folder'),
+        (
+            '{"method": "medusa", "num_speculative_tokens": 3, "model": "x", "quantization": "fp8"}',
+            "quantization='fp8' means nothing to method 'medusa'",
+        ),
         ('{"method": "early_exit", "num_speculative_tokens": 3, "num_layers": 0}', "num_layers=0 must be at least 1"),
         (
             '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1, "prompt_lookup_min": 2}',

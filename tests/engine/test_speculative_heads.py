@@ -146,7 +146,7 @@ def random_medusa() -> DraftHead:
     return random_head(SpeculativeConfig("medusa", DRAFTS, model="none"), MODEL_CONFIG, 0)
 
 
-@pytest.fixture(scope="module", params=HEAD_METHODS)
+@pytest.fixture(scope="module", params=["eagle", "eagle3", pytest.param("medusa", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest, target: LlamaParams, texts: list[Text]) -> Iterator[EngineClient]:
     heads = {
         "eagle": lambda: eagle_head(target),
@@ -215,6 +215,19 @@ def test_a_head_of_another_model_is_refused_with_both_numbers() -> None:
         check_head(dataclasses.replace(config, num_speculative_tokens=4), MODEL_CONFIG, head)
     with pytest.raises(ValueError, match="'eagle' takes no head of kind 'medusa'"):
         check_head(dataclasses.replace(config, method="eagle"), MODEL_CONFIG, head)
+
+
+@pytest.mark.long
+def test_a_head_over_two_devices_drafts_as_on_one(target: LlamaParams, texts: list[Text]) -> None:
+    config = SpeculativeConfig("eagle", DRAFTS, model="of the test")
+    with lean_engine(config, eagle_head(target), params=target, tensor_parallel_size=2) as engine:
+        for text in texts:
+            prompt = text.tokens[: text.num_known].tolist()
+            said = ask(engine, prompt, greedy(max_tokens=LENGTH - len(prompt)))
+            assert said == text.tokens[text.num_known :].tolist()
+        stats = engine.stats().speculative
+        assert stats is not None
+        assert stats.accepted_per_position[-1] > 0.5 * stats.num_drafts
 
 
 @pytest.mark.parametrize("method", HEAD_METHODS)
