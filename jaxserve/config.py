@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from jaxserve.quantization_config import Quantization, QuantizationConfig
 from jaxserve.speculative_config import SpeculativeConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -16,8 +17,6 @@ LoadFormat = Literal["auto", "dummy"]
 AccessLog = Literal["json", "text", "none"]
 Mode = Literal["local", "interactive", "server"]
 SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
-QuantizationFormat = Literal["fp8", "fp8-weight-only", "int8", "int4"]
-Quantization = Literal["fp8", "fp8-weight-only", "int8", "int4", "int4-32"]  # as users ask for it
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 RopeScalingKind = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
 
@@ -69,49 +68,6 @@ class RopeScaling:
     def depends_on_length(self) -> bool:
         """Whether it is another for other lengths of the longest sequence."""
         return self.kind in ("dynamic", "longrope")
-
-
-@dataclass(frozen=True)
-class QuantizationConfig:
-    """How the weights of a model's layers are held. Embedding, output head, norms and biases are never quantized.
-
-    Attributes:
-        format: "fp8": float8_e4m3fn weights with a scale for each output, and activations in float8 too, with a scale for
-            each token; "fp8-weight-only", "int8": 8-bit weights with a scale for each output; "int4": 4-bit weights with
-            a scale for each group of inputs.
-        group_size: inputs in a group at most (int4 only; see `jaxserve.models.quantization.group_length`).
-        has_input_scales: the checkpoint brings one fixed scale for each product's activations (fp8 only).
-    """
-
-    format: QuantizationFormat
-    group_size: int = 128
-    has_input_scales: bool = False
-
-    def __post_init__(self) -> None:
-        if self.format not in get_args(QuantizationFormat):
-            raise ValueError(f"quantization format={self.format!r} must be one of {get_args(QuantizationFormat)}")
-        if self.group_size < 2:
-            raise ValueError(f"group_size={self.group_size} must be at least 2")
-        if self.has_input_scales and self.format != "fp8":
-            raise ValueError(f"has_input_scales goes with format 'fp8', not {self.format!r}")
-
-    @staticmethod
-    def named(name: str) -> QuantizationConfig:
-        """What a `Quantization` stands for: "int4" has groups of 128, "int4-32" of 32.
-
-        Raises:
-            ValueError: there is none of that name.
-        """
-        if name not in get_args(Quantization):
-            raise ValueError(f"quantization={name!r} must be one of {', '.join(get_args(Quantization))}")
-        if name == "int4-32":
-            return QuantizationConfig("int4", 32)
-        return QuantizationConfig(name)  # pyright: ignore[reportArgumentType] - the other names are formats
-
-    @property
-    def name(self) -> str:
-        """For people: the format, with the group size where it is not the usual one."""
-        return f"int4-{self.group_size}" if self.format == "int4" and self.group_size != 128 else self.format
 
 
 @dataclass(frozen=True)
@@ -185,16 +141,16 @@ class ModelConfig:
             raise ValueError(f"unknown model config keys {unknown}: made by a newer version of jaxserve?")
         values = dict(data)
         if values.get("rope_scaling") is not None:
-            values["rope_scaling"] = _rope_scaling(values["rope_scaling"])
+            values["rope_scaling"] = RopeScaling(**_with_tuples(values["rope_scaling"]))
         if values.get("quantization") is not None:
-            values["quantization"] = QuantizationConfig(**values["quantization"])
+            values["quantization"] = QuantizationConfig(**_with_tuples(values["quantization"]))
         values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
         return ModelConfig(**values)
 
 
-def _rope_scaling(values: dict[str, Any]) -> RopeScaling:
-    """From JSON, which has lists for tuples."""
-    return RopeScaling(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Values from JSON, which has lists for tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jaxserve.checkpoint.manifest import (
 from jaxserve.checkpoint.open_model import open_model
 from jaxserve.checkpoint.opened_model import OpenModel
 from jaxserve.checkpoint.orbax_weights import save_piece
-from jaxserve.checkpoint.pieces import by_piece, path_names, piece_names
+from jaxserve.checkpoint.pieces import by_piece, layer_of_piece, path_names, piece_names
 from jaxserve.checkpoint.tokenizer_files import write_tokenizer
 from jaxserve.checkpoint.unfinished import UnfinishedFolder, unfinished_folder
 from jaxserve.config import ModelConfig
@@ -50,10 +50,12 @@ class WeightStep(Protocol):
         """Of the model as it will be stored, whose `param_specs` declare what `apply` gives."""
         ...
 
-    def apply(self, name: str, values: np.ndarray) -> Any:
+    def apply(self, config: ModelConfig, layer: int | None, name: str, values: np.ndarray) -> Any:
         """What is stored in place of an array: an array, or a pytree of arrays such as a `QuantizedWeight`.
 
         Args:
+            config: of the model as it will be stored.
+            layer: number of the layer that the array belongs to, if any.
             name: of the array within its piece: a field of `LayerParams` or `LlamaParams`.
         """
         ...
@@ -133,21 +135,21 @@ def _write_weights(
         logger.info("%s: %d of %d pieces are there already", folder.path, len(pieces) - len(left), len(pieces))
     with progress.task("Converting weights", sum(model.assembler.piece_bytes(piece) for piece in left), "B") as advance:
         for piece in left:
-            arrays = _assembled(model, piece, step, advance)
+            arrays = _assembled(model, config, piece, step, advance)
             save_piece(arrays, specs[piece], config.num_heads, folder.weights / piece)
             folder.add_finished(piece, {name: ArrayInfo.of(array) for name, array in arrays.items()})
     return {f"{piece}/{name}": info for piece in pieces for name, info in folder.finished[piece].items()}
 
 
 def _assembled(
-    model: OpenModel, piece: str, step: WeightStep | None, advance: Callable[[int], None]
+    model: OpenModel, config: ModelConfig, piece: str, step: WeightStep | None, advance: Callable[[int], None]
 ) -> dict[str, np.ndarray]:
     arrays = model.assembler.piece(piece, advance)
     if step is None:
         return arrays
     stored: dict[str, np.ndarray] = {}
     for name in list(arrays):
-        value = step.apply(name, arrays.pop(name))
+        value = step.apply(config, layer_of_piece(piece), name, arrays.pop(name))
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
             stored["/".join((name, *path_names(path)))] = np.asarray(leaf)
     return stored

@@ -14,11 +14,16 @@ from jaxserve.sharding.rules import LOGICAL_TO_MESH
 
 EMBEDDING_PIECE = "embedding"
 HEAD_PIECE = "head"  # the final norm, and the output head where it is not the embedding
-_LAYER_PIECE = "layer_{:03d}"
+_LAYER_PREFIX = "layer_"
 
 
 def layer_piece(layer: int) -> str:
-    return _LAYER_PIECE.format(layer)
+    return f"{_LAYER_PREFIX}{layer:03d}"
+
+
+def layer_of_piece(piece: str) -> int | None:
+    """Its number, where the piece is a layer."""
+    return int(piece.removeprefix(_LAYER_PREFIX)) if piece.startswith(_LAYER_PREFIX) else None
 
 
 def piece_names(config: ModelConfig) -> tuple[str, ...]:

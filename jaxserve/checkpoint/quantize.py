@@ -16,6 +16,7 @@ from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.config import ModelConfig, QuantizationConfig
 from jaxserve.models.params import QUANTIZABLE, param_specs
 from jaxserve.models.quantization import QuantizedWeight, quantize
+from jaxserve.models.quantize_params import quantization_for
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,19 @@ class QuantizationStep:
             raise CheckpointError(
                 f"cannot quantize to {self.name}: the model is quantized already, as {config.quantization.name}"
             )
-        quantized = dataclasses.replace(config, quantization=self.quantization)
+        quantized = dataclasses.replace(config, quantization=quantization_for(config, self.quantization))
         try:
             param_specs(quantized)
         except ValueError as error:
             raise CheckpointError(f"cannot quantize to {self.name}: {error}") from error
         return quantized
 
-    def apply(self, name: str, values: np.ndarray) -> Any:
-        """The weight called `name`, quantized; other arrays as they are."""
-        if name not in QUANTIZABLE:
+    def apply(self, config: ModelConfig, layer: int | None, name: str, values: np.ndarray) -> Any:
+        """A layer's weight called `name`, quantized if it is to be; other arrays as they are."""
+        quantization = config.quantization
+        if quantization is None or layer is None or name not in QUANTIZABLE or not quantization.quantizes(layer, name):
             return values
-        return quantize_tensor(values, QUANTIZABLE[name], self.quantization)
+        return quantize_tensor(values, QUANTIZABLE[name], quantization)
 
 
 def quantization_step(name: str | None) -> QuantizationStep | None:

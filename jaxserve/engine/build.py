@@ -34,7 +34,7 @@ from jaxserve.models.draft_head import DraftHead
 from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.params import LlamaParams, init_params
 from jaxserve.models.presets import preset_config
-from jaxserve.models.quantize_params import quantize_params
+from jaxserve.models.quantize_params import quantization_for, quantize_params
 from jaxserve.models.rope import with_longest_sequence
 from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import Progress
@@ -119,7 +119,7 @@ def wanted_quantization(model_config: ModelConfig, config: EngineConfig) -> Quan
         return None
     wanted, present = QuantizationConfig.named(config.quantization), model_config.quantization
     if present is None:
-        return wanted
+        return quantization_for(model_config, wanted)
     if (present.format, present.group_size) != (wanted.format, wanted.group_size):
         raise ValueError(
             f"quantization={config.quantization!r} was asked for, but the checkpoint is quantized as {present.name!r}: "

@@ -1,4 +1,4 @@
-"""Two ways to run a forward pass: as one program, or layer by layer with one program that all layers share.
+"""Two ways to run a forward pass: as one program, or layer by layer with one program that all alike layers share.
 
 One program is fastest where launches are dear (a GPU). On a CPU a launch costs little beside a layer, and compiling every
 layer anew for every bucket would keep the first user waiting for minutes.
@@ -7,6 +7,7 @@ layer anew for every bucket would keep the first user waiting for minutes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -60,11 +61,17 @@ class Taps:
 
 
 class LayerwiseForward:
-    """Begin, then each layer through one compiled program, then end."""
+    """Begin, then each layer through the compiled program of its kind, then end.
 
-    def __init__(self, begin: Any, layer: Any, end: Any, layer_indices: tuple[jax.Array, ...], taps: Taps) -> None:
+    Args:
+        layers: a program for each layer; layers with the same arrays have the same one.
+    """
+
+    def __init__(
+        self, begin: Any, layers: tuple[Any, ...], end: Any, layer_indices: tuple[jax.Array, ...], taps: Taps
+    ) -> None:
         self._begin = begin
-        self._layer = layer
+        self._layers = layers
         self._end = end
         self._layer_indices = layer_indices
         self._taps = taps
@@ -75,10 +82,12 @@ class LayerwiseForward:
         outer = without_layers(params)
         state, x, inputs = self._begin(outer, state, packed, *drafts)
         tapped: dict[int, jax.Array] = {}
-        for number, (index, layer) in enumerate(zip(self._layer_indices, params.layers, strict=True)):
+        for number, (run, index, layer) in enumerate(
+            zip(self._layers, self._layer_indices, params.layers, strict=True)
+        ):
             if number in self._taps.layers:
                 tapped[number] = self._taps.program(x)  # before `x` is given away
-            x, cache = self._layer(layer, index, x, cache, inputs)
+            x, cache = run(layer, index, x, cache, inputs)
         if len(params.layers) in self._taps.layers:
             tapped[len(params.layers)] = self._taps.program(x)
         logits, hidden, features = self._end(outer, x, inputs, *(tapped[layer] for layer in self._taps.layers))
@@ -89,7 +98,7 @@ class LayerwiseForward:
     @property
     def programs(self) -> tuple[Any, ...]:
         taps = (self._taps.program,) if self._taps.layers else ()
-        return self._begin, self._layer, *taps, self._end
+        return self._begin, *{id(run): run for run in self._layers}.values(), *taps, self._end
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,6 @@ class ForwardCompiler:
         placed = replicated(self.factory.mesh)
         indices = tuple(put_replicated(np.int32(index), placed) for index in range(len(self.params.layers)))
         begin = jax.jit(self.factory.begin(bucket, num_logits), donate_argnums=(1,))
-        layer = jax.jit(self.factory.layer(), donate_argnums=(2, 3))
         end = jax.jit(self.factory.end(bucket))
 
         taps = self.factory.tap_layers or ()
@@ -135,14 +143,20 @@ class ForwardCompiler:
             _, x, inputs = jax.eval_shape(begin, outer, self.state, *step)
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), (x, inputs))
 
-        def lower_layer() -> jax.stages.Lowered:
+        def lower_layer(number: int) -> jax.stages.Lowered:
             x, inputs = between()
-            return layer.lower(self.params.layers[0], indices[0], x, self.cache, inputs)
+            layer = jax.jit(self.factory.layer(number), donate_argnums=(2, 3))
+            return layer.lower(self.params.layers[number], indices[number], x, self.cache, inputs)
 
         load = self.programs.load_or_compile
+        kinds = [jax.tree.structure(layer) for layer in self.params.layers]  # a quantization may leave some as they are
+        firsts = [kinds.index(kind) for kind in kinds]
+        layers = {
+            number: load(f"layer {number} {name}", partial(lower_layer, number)) for number in dict.fromkeys(firsts)
+        }
         return LayerwiseForward(
             begin=load(f"begin {name}", lambda: begin.lower(outer, self.state, *step)),
-            layer=load(f"layer {name}", lower_layer),
+            layers=tuple(layers[first] for first in firsts),
             end=load(f"end {name}", lambda: end.lower(outer, *between(), *tapped())),
             layer_indices=indices,
             taps=Taps(taps, load(f"tap {name}", lambda: tap.lower(between()[0])) if taps else None),

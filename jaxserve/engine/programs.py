@@ -137,8 +137,12 @@ class ProgramFactory:
         more = (_WHOLE,) if bucket.num_drafts else ()
         return self._shard_map(per_device, (specs, _WHOLE, _WHOLE, *more), _WHOLE)
 
-    def layer(self) -> Callable[..., tuple[llama.Stream, KVCache]]:
-        """(layer params, layer index, hidden states, cache, StepInputs) -> (hidden states, cache): any one layer."""
+    def layer(self, like: int) -> Callable[..., tuple[llama.Stream, KVCache]]:
+        """(layer params, layer index, hidden states, cache, StepInputs) -> (hidden states, cache): one layer.
+
+        Args:
+            like: number of a layer: any with the same arrays can be given.
+        """
 
         def per_device(
             layer: LayerParams, index: Array, x: llama.Stream, cache: KVCache, inputs: StepInputs
@@ -154,7 +158,7 @@ class ProgramFactory:
                 collectives=self._collectives,
             )
 
-        specs = partition_specs(param_specs(self.config)).layers[0]
+        specs = partition_specs(param_specs(self.config)).layers[like]
         return self._shard_map(
             per_device, (specs, _WHOLE, _WHOLE, self._cache_specs, _WHOLE), (_WHOLE, self._cache_specs)
         )

@@ -24,7 +24,8 @@ from jaxserve.models.quantization import QuantizedWeight, quantize, quantized_sp
 class LayerParams:
     """One decoder layer. Leaves are arrays, or `ParamSpec`s where only the declaration is wanted.
 
-    Where the model is quantized, `wqkv`, `wo`, `w_gate_up` and `w_down` are `QuantizedWeight`s of the shapes told here.
+    Where the model is quantized, `wqkv`, `wo`, `w_gate_up` and `w_down` are `QuantizedWeight`s of the shapes told here, but
+    for those that its quantization leaves as they are.
     """
 
     attention_norm: Any  # [hidden]
@@ -57,7 +58,7 @@ class LlamaParams:
     lm_head: Any  # [hidden, vocab] or None
 
 
-def _layer_specs(config: ModelConfig) -> LayerParams:
+def _layer_specs(config: ModelConfig, index: int) -> LayerParams:
     hidden, ffn = config.hidden_size, config.intermediate_size
     kv_heads, group, head_dim = config.num_kv_heads, config.group_size, config.head_dim
 
@@ -96,6 +97,7 @@ def _layer_specs(config: ModelConfig) -> LayerParams:
     quantized = {
         name: quantized_spec(getattr(dense, name), num_input_axes, config.quantization)
         for name, num_input_axes in QUANTIZABLE.items()
+        if config.quantization.quantizes(index, name)
     }
     return dataclasses.replace(dense, **quantized)
 
@@ -103,11 +105,11 @@ def _layer_specs(config: ModelConfig) -> LayerParams:
 def param_specs(config: ModelConfig) -> LlamaParams:
     """The declaration of every array of a model with this config: a `LlamaParams` whose leaves are `ParamSpec`s."""
     hidden, vocab = config.hidden_size, config.vocab_size
-    layer = _layer_specs(config)
+    layers = tuple(_layer_specs(config, index) for index in range(config.num_layers))
     head = None if config.tie_word_embeddings else ParamSpec((hidden, vocab), ("hidden", "vocab"), hidden**-0.5)
     return LlamaParams(
         embedding=ParamSpec((vocab, hidden), ("vocab", "hidden"), 1.0 if head is not None else hidden**-0.5),
-        layers=(layer,) * config.num_layers,
+        layers=layers,
         final_norm=ParamSpec((hidden,), ("hidden",), None),
         lm_head=head,
     )
@@ -126,15 +128,16 @@ def init_params(config: ModelConfig, seed: int, dtype: jnp.dtype, shardings: Any
     wanted = jax.tree.leaves(param_specs(config), is_leaf=is_declared)
     places = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings, is_leaf=is_declared)
     keys = jax.random.split(jax.random.key(seed), len(specs))
-    programs: dict[ParamSpec, Any] = {}  # one for each kind of array, not one for each array
+    programs: dict[tuple[ParamSpec, bool], Any] = {}  # one for each kind of array, not one for each array
     arrays = []
     for index, (spec, kind, place) in enumerate(zip(specs, wanted, places, strict=True)):
-        if spec not in programs:
+        is_quantized = isinstance(kind, QuantizedWeight)
+        if (spec, is_quantized) not in programs:
             draw = partial(draw_param, spec, dtype)
-            if isinstance(kind, QuantizedWeight) and config.quantization is not None:
+            if is_quantized and config.quantization is not None:
                 draw = partial(_draw_quantized, draw, kind.num_input_axes, config.quantization)
-            programs[spec] = jax.jit(draw, out_shardings=place)
-        arrays.append(programs[spec](keys[index]))
+            programs[spec, is_quantized] = jax.jit(draw, out_shardings=place)
+        arrays.append(programs[spec, is_quantized](keys[index]))
     return jax.tree.unflatten(treedef, arrays)
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from jaxserve.config import QuantizationConfig, QuantizationFormat
 from jaxserve.kernels.int4 import pack_int4, unpack_int4
 from jaxserve.models.param_spec import ParamSpec
+from jaxserve.quantization_config import QuantizationConfig, QuantizationFormat
 
 FLOAT8_MAX = 448.0  # of float8_e4m3fn, which has no infinity
 _INT8_MAX = 127.0

@@ -94,3 +94,21 @@ def test_sizes_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match="quantization='awq' must be one of fp8"):
         quantization_step("awq")
+
+
+def test_small_models_keep_some_weights_on_the_disk_too(tmp_path: Path) -> None:
+    """And a conversion says in the manifest which."""
+    source = write_tiny_llama(tmp_path / "model", vocab_size=260, num_hidden_layers=8, tie_word_embeddings=False)
+    folder = convert(source, tmp_path / "converted", step=quantization_step("fp8"), progress=NoProgress())
+    manifest = read_manifest(folder)
+    expected = QuantizationConfig("fp8", dense_layers=(0, 7), dense_weights=("wqkv", "w_down"))
+    assert manifest.model_config.quantization == expected
+    assert manifest.arrays["layer_000/w_gate_up"].dtype == "float32"
+    assert manifest.arrays["layer_001/w_gate_up/values"].dtype == "float8_e4m3fn"
+    assert manifest.arrays["layer_001/w_down"].dtype == "float32"
+    dense = load_checkpoint(convert(source, tmp_path / "dense", progress=NoProgress()), "float32", NoProgress())
+    made = quantize_params(dense.params, dense.model_config, expected)
+    stored = load_checkpoint(folder, "float32", NoProgress())
+    assert jax.tree.structure(stored.params) == jax.tree.structure(made)
+    for one, other in zip(jax.tree.leaves(stored.params), jax.tree.leaves(made), strict=True):
+        np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jaxserve.models.quantization import (
     quantized_bytes,
     quantized_spec,
 )
-from jaxserve.models.quantize_params import quantize_params
+from jaxserve.models.quantize_params import quantization_for, quantize_params
 from jaxserve.sharding.collectives import Collectives
 from jaxserve.sharding.mesh import make_mesh
 from jaxserve.sharding.placement import named_shardings
@@ -235,3 +236,47 @@ def test_only_a_quantized_weight_knows_its_dense_shape() -> None:
     assert weight.values.shape == (40, 2, 4, 16)
     assert weight.scales.shape == (2, 1, 40)
     assert weight.shape == (2, 4, 32, 40)
+
+
+def layers_left_dense(params: Any) -> list[list[str]]:
+    """Of each layer the names of large weights that are not quantized."""
+    return [
+        [name for name in QUANTIZABLE if not isinstance(getattr(layer, name), QuantizedWeight)]
+        for layer in params.layers
+    ]
+
+
+def test_layers_and_weights_that_stay_as_they_are() -> None:
+    config = dataclasses.replace(MODEL_CONFIG, num_layers=3)
+    asked = QuantizationConfig("fp8", dense_layers=(2,), dense_weights=("wo",))
+    quantized = dataclasses.replace(config, quantization=asked)
+    assert ModelConfig.from_json(json.loads(json.dumps(quantized.to_json()))) == quantized
+    expected = [["wo"], ["wo"], list(QUANTIZABLE)]
+    assert layers_left_dense(param_specs(quantized)) == expected
+    assert layers_left_dense(init_params(quantized, 0, jnp.dtype(jnp.float32))) == expected
+    dense = init_params(config, 0, jnp.dtype(jnp.float32))
+    made = quantize_params(dense, config, asked)
+    assert layers_left_dense(made) == expected
+    np.testing.assert_array_equal(made.layers[0].wo, dense.layers[0].wo)
+    assert jax.tree.structure(made) == jax.tree.structure(init_params(quantized, 0, jnp.dtype(jnp.float32)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "leaves_some"),
+    [
+        ("fp8", {}, True),
+        ("fp8-weight-only", {}, True),
+        ("int8", {}, False),
+        ("int4", {}, False),
+        ("fp8", {"num_layers": 4}, False),
+        ("fp8", {"hidden_size": 4096, "intermediate_size": 14336}, False),
+    ],
+)
+def test_float8_leaves_some_weights_of_small_models(name: str, changes: dict[str, int], leaves_some: bool) -> None:
+    model = dataclasses.replace(MODEL_CONFIG, **{"num_layers": 30, **changes})
+    chosen = quantization_for(model, named(name))
+    expected = {"dense_layers": (0, 29), "dense_weights": ("wqkv", "w_down")} if leaves_some else {}
+    assert chosen == dataclasses.replace(named(name), **expected)
+    assert chosen.name == name
+    own = QuantizationConfig("fp8", dense_layers=(1,))
+    assert quantization_for(model, own) == own
