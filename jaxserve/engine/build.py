@@ -16,6 +16,7 @@ from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.build_drafting import Model, check_draft_model, draft_bytes_per_token, make_drafting
 from jaxserve.engine.build_heads import place_head, random_head
+from jaxserve.engine.capacity import plan_limits, usable_bytes
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, Replica
 from jaxserve.engine.cluster import Follower, Leader
 from jaxserve.engine.cluster_runner import LeadingRunner
@@ -24,14 +25,13 @@ from jaxserve.engine.draft_lengths import DraftLengths
 from jaxserve.engine.host_pages import HostPages
 from jaxserve.engine.kv_offload import plan_offload
 from jaxserve.engine.limits import SchedulerLimits
-from jaxserve.engine.memory_plan import HostMemory, MemoryPlan, OutOfMemoryError
+from jaxserve.engine.memory_plan import HostMemory, MemoryPlan
 from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_pace import StepPace
 from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.models.draft_head import DraftHead
-from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.params import LlamaParams, init_params
 from jaxserve.models.presets import preset_config
 from jaxserve.models.quantize_params import quantization_for, quantize_params
@@ -44,25 +44,8 @@ from jaxserve.speculative_config import HEAD_METHODS, SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
-_GIB = 1024**3
-_CPU_CACHE_BYTES = _GIB  # at most, for the KV cache on a CPU whose memory others use too
-
-
-@dataclass(frozen=True)
-class DeviceDefaults:
-    """Sizes for a kind of device where the configuration leaves them open."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_rows: int
-
-
-_CPU_DEFAULTS = DeviceDefaults(max_num_seqs=8, max_num_batched_tokens=256, max_prefill_rows=4)
 # Of an H100: 790 TFLOP/s over 3.09 TB/s, at two operations and two bytes a weight.
 _GPU_BALANCED_TOKENS = 256
-_SEQUENCES_OF_MODE = {"local": 4, "interactive": 1}
-_LOCAL_CONTEXT = 8192  # tokens
-_GPU_DEFAULTS = DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=2048, max_prefill_rows=16)
 
 
 def select_devices(config: EngineConfig) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
@@ -338,105 +321,6 @@ def _dummy_model(model_config: ModelConfig, config: EngineConfig, progress: Prog
     with progress.task("making random weights", None, "arrays"):
         shardings = ShardLayout(model_config, mesh.size).source_shardings(mesh)
         return Model(model_config, init_params(model_config, config.seed or 0, resolve_dtype(config, mesh), shardings))
-
-
-def plan_limits(
-    model_config: ModelConfig,
-    config: EngineConfig,
-    mesh: Mesh,
-    cache_dtype: jnp.dtype,
-    draft_bytes_per_token: int = 0,
-    *,
-    reserved: int = 0,
-) -> SchedulerLimits:
-    """Sizes that the configuration leaves open, from the device and its free memory.
-
-    Args:
-        draft_bytes_per_token: that a draft model keeps of each token beside the model, over all devices.
-        reserved: bytes of each device that are needed for something else.
-
-    Raises:
-        OutOfMemoryError, ValueError: as `build_engine`.
-    """
-    defaults = _CPU_DEFAULTS if _platform(mesh) == "cpu" else _GPU_DEFAULTS
-    at_once = _SEQUENCES_OF_MODE.get(config.mode, defaults.max_num_seqs)
-    max_num_seqs = config.max_num_seqs or min(at_once, config.max_num_batched_tokens or at_once)
-    max_num_batched_tokens = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
-    wanted = config.max_model_len or model_config.max_position_embeddings
-    if config.mode == "local" and config.max_model_len is None:
-        wanted = min(wanted, _LOCAL_CONTEXT)
-    num_longest = 1 if config.mode in _SEQUENCES_OF_MODE else max_num_seqs  # that the cache is to hold
-    pages_wanted = num_longest * -(-wanted // config.page_size)
-    token_bytes = kv_bytes_per_token(model_config, cache_dtype) + draft_bytes_per_token
-    page_bytes = config.page_size * token_bytes // mesh.size
-    if config.num_pages is not None:
-        num_pages = config.num_pages
-        _check_pages(num_pages, page_bytes, mesh)
-    else:
-        free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs) - reserved
-        num_pages = min(pages_wanted, free // page_bytes)
-        if num_pages < 1:
-            raise OutOfMemoryError(
-                f"no memory is left for the KV cache: {free / _GIB:.2f} GiB free, a page takes {page_bytes} bytes; raise "
-                "--gpu-memory-utilization, lower --max-num-batched-tokens, or use a smaller model"
-            )
-    room = num_pages * config.page_size
-    if config.max_model_len is not None and room < config.max_model_len and config.num_pages is None:
-        raise OutOfMemoryError(
-            f"the KV cache has room for {room} tokens, less than max_model_len={config.max_model_len}; use "
-            f"--max-model-len {room} or less, or raise --gpu-memory-utilization"
-        )
-    if room < wanted:
-        logger.warning("the context is cut from %d to the %d tokens that the KV cache holds", wanted, room)
-    return SchedulerLimits(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_prefill_rows=min(defaults.max_prefill_rows, max_num_seqs),
-        max_model_len=min(wanted, room),
-        page_size=config.page_size,
-        num_pages=num_pages,
-        static_batching=config.static_batching,
-    )
-
-
-def _check_pages(num_pages: int, page_bytes: int, mesh: Mesh) -> None:
-    """Raises:
-    OutOfMemoryError: so many pages do not fit, even without work space.
-    """
-    device = mesh.local_devices[0]
-    if device.platform == "cpu":
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        stats = device.memory_stats()
-        free = stats["bytes_limit"] - stats["bytes_in_use"]
-    if num_pages * page_bytes > free:
-        raise OutOfMemoryError(
-            f"{num_pages} KV pages need {num_pages * page_bytes / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are there: "
-            f"use --num-pages {free // page_bytes} at most, less what steps need to work"
-        )
-
-
-def usable_bytes(config: EngineConfig, mesh: Mesh) -> tuple[int, str]:
-    """Bytes of one device that the engine may take in all, and what they are."""
-    device = mesh.local_devices[0]
-    if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory"
-    share = config.gpu_memory_utilization
-    return int(device.memory_stats()["bytes_limit"] * share), f"--gpu-memory-utilization {share:g} of the device's"
-
-
-def free_cache_bytes(
-    model_config: ModelConfig, config: EngineConfig, mesh: Mesh, max_num_batched_tokens: int, max_num_seqs: int
-) -> int:
-    """Bytes of one device that the KV cache may take, after weights and the largest step's work space."""
-    device = mesh.local_devices[0]
-    if device.platform == "cpu":
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(_CPU_CACHE_BYTES, available // 4)
-    stats = device.memory_stats()
-    width = 4 * model_config.intermediate_size + 8 * model_config.hidden_size
-    work_space = 4 * max_num_batched_tokens * width + 16 * max_num_seqs * model_config.vocab_size + _GIB
-    return int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"] - work_space
 
 
 def program_folder() -> Path | None:

@@ -13,7 +13,8 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import build
-from jaxserve.engine.build import make_engine_mesh, plan_limits
+from jaxserve.engine.build import make_engine_mesh
+from jaxserve.engine.capacity import plan_limits
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import MemoryPlan, MemoryUse, OutOfMemoryError
 from tests.engine.scheduler_harness import make_limits
@@ -88,7 +89,7 @@ def limits_on_a_card(in_use: float, **options: Any) -> SchedulerLimits:
     """Of a card of 6 GiB, a share of which is in use."""
     card = np.empty(1, object)
     card[0] = Card(6 * GIB, int(6 * GIB * in_use))
-    mesh: Any = SimpleNamespace(devices=card, size=1)
+    mesh: Any = SimpleNamespace(devices=card, local_devices=list(card), size=1)
     long = dataclasses.replace(MODEL_CONFIG, max_position_embeddings=131_072)
     return plan_limits(long, EngineConfig(**options), mesh, jnp.dtype(jnp.float32))
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.config import EngineConfig, QuantizationConfig
-from jaxserve.engine import build
-from jaxserve.engine.build import build_dummy_engine, build_engine, make_engine_mesh, plan_limits
+from jaxserve.engine import build, capacity
+from jaxserve.engine.build import build_dummy_engine, build_engine, make_engine_mesh
+from jaxserve.engine.capacity import plan_limits
 from jaxserve.models.quantize_params import quantize_params
 from jaxserve.progress import NoProgress
 from jaxserve.sampling_params import SamplingParams
@@ -79,7 +80,7 @@ def test_a_checkpoint_that_is_quantized_as_asked_is_taken_as_it_is() -> None:
 
 
 def test_a_float8_cache_has_room_for_more_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "free_cache_bytes", lambda *_: 1 << 16)
+    monkeypatch.setattr(capacity, "free_cache_bytes", lambda *_: 1 << 16)
     config = EngineConfig(max_num_seqs=8)
     mesh = make_engine_mesh(config)
     wide = plan_limits(MODEL_CONFIG, config, mesh, jnp.dtype(jnp.bfloat16)).num_pages

@@ -1,0 +1,134 @@
+"""Sizes that the configuration leaves open, from the device and the memory that it has."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine.limits import SchedulerLimits
+from jaxserve.engine.memory_plan import OutOfMemoryError
+from jaxserve.models.kv_cache import kv_bytes_per_token
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1024**3
+_CPU_CACHE_BYTES = _GIB  # at most, for the KV cache on a CPU whose memory others use too
+_SEQUENCES_OF_MODE = {"local": 4, "interactive": 1}
+_LOCAL_CONTEXT = 8192  # tokens
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """Sizes for a kind of device where the configuration leaves them open."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_rows: int
+
+
+_CPU_DEFAULTS = DeviceDefaults(max_num_seqs=8, max_num_batched_tokens=256, max_prefill_rows=4)
+_GPU_DEFAULTS = DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=2048, max_prefill_rows=16)
+
+
+def plan_limits(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    mesh: Mesh,
+    cache_dtype: jnp.dtype,
+    draft_bytes_per_token: int = 0,
+    *,
+    reserved: int = 0,
+) -> SchedulerLimits:
+    """Sizes that the configuration leaves open, from the device and its free memory.
+
+    Args:
+        draft_bytes_per_token: that a draft model keeps of each token beside the model, over all devices.
+        reserved: bytes of each device that are needed for something else.
+
+    Raises:
+        OutOfMemoryError, ValueError: as `build_engine`.
+    """
+    defaults = _CPU_DEFAULTS if mesh.local_devices[0].platform == "cpu" else _GPU_DEFAULTS
+    at_once = _SEQUENCES_OF_MODE.get(config.mode, defaults.max_num_seqs)
+    max_num_seqs = config.max_num_seqs or min(at_once, config.max_num_batched_tokens or at_once)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
+    wanted = config.max_model_len or model_config.max_position_embeddings
+    if config.mode == "local" and config.max_model_len is None:
+        wanted = min(wanted, _LOCAL_CONTEXT)
+    num_longest = 1 if config.mode in _SEQUENCES_OF_MODE else max_num_seqs  # that the cache is to hold
+    pages_wanted = num_longest * -(-wanted // config.page_size)
+    token_bytes = kv_bytes_per_token(model_config, cache_dtype) + draft_bytes_per_token
+    page_bytes = config.page_size * token_bytes // mesh.size
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+        _check_pages(num_pages, page_bytes, mesh)
+    else:
+        free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs) - reserved
+        num_pages = min(pages_wanted, free // page_bytes)
+        if num_pages < 1:
+            raise OutOfMemoryError(
+                f"no memory is left for the KV cache: {free / _GIB:.2f} GiB free, a page takes {page_bytes} bytes; raise "
+                "--gpu-memory-utilization, lower --max-num-batched-tokens, or use a smaller model"
+            )
+    room = num_pages * config.page_size
+    if config.max_model_len is not None and room < config.max_model_len and config.num_pages is None:
+        raise OutOfMemoryError(
+            f"the KV cache has room for {room} tokens, less than max_model_len={config.max_model_len}; use "
+            f"--max-model-len {room} or less, or raise --gpu-memory-utilization"
+        )
+    if room < wanted:
+        logger.warning("the context is cut from %d to the %d tokens that the KV cache holds", wanted, room)
+    return SchedulerLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_rows=min(defaults.max_prefill_rows, max_num_seqs),
+        max_model_len=min(wanted, room),
+        page_size=config.page_size,
+        num_pages=num_pages,
+        static_batching=config.static_batching,
+    )
+
+
+def _check_pages(num_pages: int, page_bytes: int, mesh: Mesh) -> None:
+    """Raises:
+    OutOfMemoryError: so many pages do not fit, even without work space.
+    """
+    device = mesh.local_devices[0]
+    if device.platform == "cpu":
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        stats = device.memory_stats()
+        free = stats["bytes_limit"] - stats["bytes_in_use"]
+    if num_pages * page_bytes > free:
+        raise OutOfMemoryError(
+            f"{num_pages} KV pages need {num_pages * page_bytes / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are there: "
+            f"use --num-pages {free // page_bytes} at most, less what steps need to work"
+        )
+
+
+def usable_bytes(config: EngineConfig, mesh: Mesh) -> tuple[int, str]:
+    """Bytes of one device that the engine may take in all, and what they are."""
+    device = mesh.local_devices[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory"
+    share = config.gpu_memory_utilization
+    return int(device.memory_stats()["bytes_limit"] * share), f"--gpu-memory-utilization {share:g} of the device's"
+
+
+def free_cache_bytes(
+    model_config: ModelConfig, config: EngineConfig, mesh: Mesh, max_num_batched_tokens: int, max_num_seqs: int
+) -> int:
+    """Bytes of one device that the KV cache may take, after weights and the largest step's work space."""
+    device = mesh.local_devices[0]
+    if device.platform == "cpu":
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(_CPU_CACHE_BYTES, available // 4)
+    stats = device.memory_stats()
+    width = 4 * model_config.intermediate_size + 8 * model_config.hidden_size
+    work_space = 4 * max_num_batched_tokens * width + 16 * max_num_seqs * model_config.vocab_size + _GIB
+    return int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"] - work_space
