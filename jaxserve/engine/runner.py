@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +23,7 @@ from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.executors import ForwardCompiler, ForwardExecutor
 from jaxserve.engine.kv_offload import OffloadSizes, PageCopier
 from jaxserve.engine.memory_plan import MemoryUse
+from jaxserve.engine.pending import PendingLogits, PendingTokens, cheapest_mode, read_tokens
 from jaxserve.engine.processor_state import (
     ProcessorState,
     empty_processors,
@@ -31,8 +31,7 @@ from jaxserve.engine.processor_state import (
     slot_processors_like,
 )
 from jaxserve.engine.programs import PROMPT_LOGPROBS_BLOCK, ProgramFactory, without_layers
-from jaxserve.engine.schedule import LogprobRows, SampledTokens, ScheduledBatch
-from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
 from jaxserve.engine.speculator import Drafting, Speculator
 from jaxserve.engine.token_masks import is_constrained, num_words
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
@@ -44,33 +43,6 @@ from jaxserve.progress import Progress
 from jaxserve.sharding.placement import named_shardings, put_replicated, replicated
 
 logger = logging.getLogger(__name__)
-
-_SAMPLING_COST: dict[SamplingMode, int] = {"greedy": 0, "random": 1, "filtered": 2, "full": 3}
-
-
-@dataclass(frozen=True)
-class PendingLogits:
-    """A launched forward pass; the arrays are on the device and may not be ready."""
-
-    batch: ScheduledBatch
-    bucket: Bucket
-    logits: jax.Array  # [rows, vocab]
-    slots: jax.Array  # [rows]
-    hidden: jax.Array  # [prefill_tokens, hidden], for log probabilities of prompts
-    packed: jax.Array  # the step, as the device has it
-    drafts: Drafts | None = None  # that the step brings to be verified; then there are logits of every one's position
-    features: jax.Array | None = None  # as in `ForwardResult`
-
-
-@dataclass(frozen=True)
-class PendingTokens:
-    """Launched sampling; `tokens` is on its way to the host."""
-
-    batch: ScheduledBatch
-    bucket: Bucket
-    tokens: jax.Array  # [rows]; with drafts, as `pack_verified` has them
-    logprobs: Logprobs | None  # of the tokens, where a row wants them
-    prompt_logprobs: tuple[Logprobs, ...]  # of the prefill tokens, block by block, where a chunk wants them
 
 
 class SampleProgram(NamedTuple):
@@ -248,7 +220,7 @@ class ModelRunner:
         if self._speculator is not None:
             self._state = self._speculator.begin(batch, self._state)
         modes = self._buckets.masked_modes if is_constrained(batch) else self._buckets.sampling_modes
-        return self._forward_step(batch, bucket, self._mode_for(batch, modes), packed)
+        return self._forward_step(batch, bucket, cheapest_mode(batch, modes), packed)
 
     def _forward_step(
         self, batch: ScheduledBatch, bucket: Bucket, mode: SamplingMode, packed: jax.Array
@@ -277,7 +249,7 @@ class ModelRunner:
         modes = self._buckets.sampling_modes if logits.drafts is None else self._buckets.verify_modes
         if masks is not None:
             modes = self._buckets.masked_modes
-        mode = self._mode_for(logits.batch, modes)
+        mode = cheapest_mode(logits.batch, modes)
         if mode == "full":
             self._begin_processing(logits.batch)
         if masks is not None:
@@ -333,38 +305,12 @@ class ModelRunner:
 
     def fetch(self, pending: PendingTokens) -> SampledTokens:
         """Waits for a step's tokens: the one place that waits for the device."""
-        tokens = np.asarray(pending.tokens)
-        if pending.bucket.num_drafts:
-            return _verified_tokens(pending, tokens)
-        decode, prefill = pending.batch.decode, pending.batch.prefill
-        first = pending.bucket.decode_rows
-        rows = np.concatenate([np.arange(len(decode)), np.arange(first, first + len(prefill))])
-        counts = [1] * len(decode) + [int(chunk.samples) for chunk in prefill]
-        return SampledTokens(
-            token_ids=tokens[rows][:, None],
-            counts=np.asarray(counts, np.int32),
-            logprobs=None if pending.logprobs is None else _logprob_rows((pending.logprobs,), rows),
-            prompt_logprobs=_logprob_rows(pending.prompt_logprobs) if pending.prompt_logprobs else None,
-        )
+        return read_tokens(pending)
 
     def close(self) -> None:
         """Ends the threads that it has; it cannot be used any more."""
         if self.page_copier is not None:
             self.page_copier.close()
-
-    def _mode_for(self, batch: ScheduledBatch, modes: tuple[SamplingMode, ...]) -> SamplingMode:
-        """The cheapest compiled kind of sampling that serves every row of a step that samples."""
-        needed = max(
-            (
-                _SAMPLING_COST[_mode_of(sequence)]
-                for sequence in (
-                    *(row.sequence for row in batch.decode),
-                    *(chunk.sequence for chunk in batch.prefill if chunk.samples),
-                )
-            ),
-            default=0,
-        )
-        return next(mode for mode in modes if _SAMPLING_COST[mode] >= needed)
 
     def _begin_processing(self, batch: ScheduledBatch) -> None:
         """Writes the penalties and biases of sequences that begin to decode with this step."""
@@ -460,37 +406,3 @@ def zero_cache(config: ModelConfig, sizes: Sizes, mesh: Mesh, dtype: jnp.dtype) 
         return KVCache(k_pages=jnp.zeros(specs.k_pages.shape, dtype), v_pages=jnp.zeros(specs.v_pages.shape, dtype))
 
     return jax.jit(zeros, out_shardings=shardings)()
-
-
-def _mode_of(sequence: Sequence) -> SamplingMode:
-    """What one sequence needs of sampling."""
-    sampling = sequence.request.sampling
-    if sampling.changes_logits or sampling.logprobs is not None:
-        return "full"
-    if sampling.greedy:
-        return "greedy"
-    if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-        return "filtered"
-    return "random"
-
-
-def _verified_tokens(pending: PendingTokens, packed: np.ndarray) -> SampledTokens:
-    """What `pack_verified` made of a step with drafts."""
-    rows = packed[: len(pending.batch.decode)]
-    width = rows.shape[1] - 2
-    return SampledTokens(
-        token_ids=rows[:, :width],
-        counts=rows[:, width],
-        num_drafts=rows[:, width + 1],
-        logprobs=None if pending.logprobs is None else _logprob_rows((pending.logprobs,), np.arange(len(rows) * width)),
-    )
-
-
-def _logprob_rows(blocks: tuple[Logprobs, ...], rows: np.ndarray | None = None) -> LogprobRows:
-    """Log probabilities on the host: of the given rows, or of every row, blocks one after the other."""
-    tokens, top_ids, top = (
-        np.concatenate([np.asarray(getattr(block, name)) for block in blocks]) for name in ("tokens", "top_ids", "top")
-    )
-    if rows is not None:
-        tokens, top_ids, top = tokens[rows], top_ids[rows], top[rows]
-    return LogprobRows(tokens=tokens, top_ids=top_ids, top=top)
