@@ -82,9 +82,11 @@ def fetch(problem: Problem, worker, pair, inputs, smem, barriers):
         def _():
             plgpu.barrier_wait(barriers["q_consumed"].at[slot])
 
-        # What lies past the group reads as zero.
+        # What lies past the group reads as zero. From jax 0.12 on, a slice that is seen to reach past the end is an error,
+        # whatever the mode of the copy: its start is not to be seen as a constant.
+        first_query = segment.row * 0
         plgpu.copy_gmem_to_smem(
-            inputs["q"].at[segment.row, segment.head, pl.ds(0, problem.padded_group)],
+            inputs["q"].at[segment.row, segment.head, pl.ds(first_query, problem.padded_group)],
             smem["q"].at[pair, query_rows(problem, index, problem.padded_group)],
             barriers["q"].at[slot],
             oob_mode=plgpu.OOBFillMode.ZEROS,
