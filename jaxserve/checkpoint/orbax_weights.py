@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,7 +106,7 @@ def read_piece(folder: Path) -> dict[str, np.ndarray]:
     Raises:
         CheckpointError: if a file is missing or damaged.
     """
-    with _damage_reported(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
+    with _damage_reported(folder), ocp.Checkpointer(_reading_handler()) as checkpointer:
         tree = _metadata_tree(checkpointer, folder)
         restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         args = ocp.args.PyTreeRestore(restore_args=restore_args)
@@ -124,13 +125,61 @@ def _restore_piece(
         )
         for name, spec in specs.items()
     }
-    with _damage_reported(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
+    with _damage_reported(folder), ocp.Checkpointer(_reading_handler()) as checkpointer:
         stored = dict(_flat(_metadata_tree(checkpointer, folder)))
         _check_shapes({name: tuple(leaf.shape) for name, leaf in stored.items()}, layouts, folder)
         tree = _nested(targets)
         args = ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
         restored = dict(_flat(checkpointer.restore(folder.absolute(), args=args)))
     return {name: _merged(restored[name], spec.shape, shardings[name]) for name, spec in specs.items()}
+
+
+class _NumpyHandler(ocp.type_handlers.NumpyHandler):
+    """Ends only when all its reads have: see `all_ended`."""
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        read = super().metadata
+        return await all_ended(read([info]) for info in infos)
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+        read = super().deserialize
+        return await all_ended(read([info], [arg]) for info, arg in _pairs(infos, args))
+
+
+class _ArrayHandler(ocp.type_handlers.ArrayHandler):
+    """Ends only when all its reads have: see `all_ended`."""
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        read = super().metadata
+        return await all_ended(read([info]) for info in infos)
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+        read = super().deserialize
+        return await all_ended(read([info], [arg]) for info, arg in _pairs(infos, args))
+
+
+def _pairs(infos: Sequence[Any], args: Sequence[Any] | None) -> Iterator[tuple[Any, Any]]:
+    return zip(infos, args or [ocp.RestoreArgs()] * len(infos), strict=True)
+
+
+async def all_ended(reads: Iterable[Awaitable[Sequence[Any]]]) -> list[Any]:
+    """What Orbax reads, array by array, all at once; the first error is raised when every read has ended.
+
+    Orbax raises it at once and closes its event loop, while TensorStore's threads still read other arrays and report to that
+    loop when they are done: an error in a thread of theirs, which may end the process.
+    """
+    arrays: list[Any] = []
+    for result in await asyncio.gather(*reads, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+        arrays += result
+    return arrays
+
+
+def _reading_handler() -> ocp.PyTreeCheckpointHandler:
+    handlers = (np.ndarray, _NumpyHandler()), (jax.Array, _ArrayHandler())
+    registry = ocp.type_handlers.create_type_handler_registry(*handlers)
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, type_handler_registry=registry)
 
 
 def element_type(spec: ParamSpec, dtype: jnp.dtype) -> jnp.dtype:

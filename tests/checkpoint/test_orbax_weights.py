@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import MANIFEST_FILE, WEIGHTS_FOLDER, read_manifest
-from jaxserve.checkpoint.orbax_weights import restore_weights
+from jaxserve.checkpoint.orbax_weights import all_ended, restore_weights
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.models.params import ParamSpec, param_specs
 from jaxserve.progress import NoProgress
@@ -150,3 +151,24 @@ def test_manifest_that_does_not_fit(folder: Path, tmp_path: Path, old: str, new:
 def test_unknown_dtype(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="dtype='int3'"):
         load_checkpoint(folder, "int3", NoProgress())
+
+
+def test_a_failed_read_waits_for_the_others() -> None:
+    """Reads that go on after their event loop is closed end in an error of a thread that nobody can catch."""
+    ended = []
+
+    async def read(name: str, turns: int) -> list[str]:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        ended.append(name)
+        if name == "damaged":
+            raise ValueError("damaged")
+        return [name]
+
+    async def all_of(*names: str) -> list[str]:
+        return await all_ended(read(name, 1 + 10 * index) for index, name in enumerate(names))
+
+    with pytest.raises(ValueError, match="damaged"):
+        asyncio.run(all_of("damaged", "a", "b"))
+    assert ended == ["damaged", "a", "b"]
+    assert asyncio.run(all_of("a", "b")) == ["a", "b"]
