@@ -155,8 +155,7 @@ class EngineLoop:
             self._fail_live_requests("the engine was shut down")
         except Exception as error:
             logger.exception("the engine thread failed")
-            self._on_failure(error)
-            self._fail_live_requests("the engine failed")
+            self.fail(error)
         finally:
             self._runner.close()
             del self._runner  # so that the device is free even while somebody holds on to a stream, and it to this

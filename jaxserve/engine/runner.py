@@ -164,13 +164,8 @@ class ModelRunner:
         rehearsed: set[int] = set()  # rows of the sampling programs that have run
         for bucket, forward in self._forward.items():
             packed = put_replicated(pack(nobody, bucket, self._sizes), self._replicated)
-            for mode in self._buckets.verify_modes if bucket.num_drafts else ():
-                for masks in (None, np.full((bucket.decode_rows, self._mask_words), -1, np.int32)):
-                    if masks is None or mode in self._buckets.masked_modes:
-                        logits = self._forward_step(nobody, bucket, mode, packed)
-                        tokens, _ = self._run_verification(mode, logits, masks)
-                        self._show_drafter(logits, tokens)
             if bucket.num_drafts:
+                self._rehearse_verification(nobody, bucket, packed)
                 continue
             result = forward(self._params, self._cache, self._state, packed)
             self._cache, self._state = result.cache, result.state
@@ -186,6 +181,14 @@ class ModelRunner:
         if self.page_copier is not None:
             self._cache = self.page_copier.rehearse(self._cache)
         jax.block_until_ready((self._cache, self._state))
+
+    def _rehearse_verification(self, nobody: ScheduledBatch, bucket: Bucket, packed: jax.Array) -> None:
+        masks = np.full((bucket.decode_rows, self._mask_words), -1, np.int32)
+        for mode in self._buckets.verify_modes:
+            for allowed in (None, masks) if mode in self._buckets.masked_modes else (None,):
+                logits = self._forward_step(nobody, bucket, mode, packed)
+                tokens, _ = self._run_verification(mode, logits, allowed)
+                self._show_drafter(logits, tokens)
 
     def memory_use(self) -> MemoryUse:
         """What everything takes of one device; after `warm_up`."""
@@ -217,21 +220,23 @@ class ModelRunner:
             self._cache = self.page_copier.run(self._cache, batch.copies)
         bucket = self._buckets.for_batch(batch)
         packed = put_replicated(pack(batch, bucket, self._sizes), self._replicated)
+        mode: SamplingMode | None = None
         if self._speculator is not None:
             self._state = self._speculator.begin(batch, self._state)
-        modes = self._buckets.masked_modes if is_constrained(batch) else self._buckets.sampling_modes
-        return self._forward_step(batch, bucket, cheapest_mode(batch, modes), packed)
+            modes = self._buckets.masked_modes if is_constrained(batch) else self._buckets.sampling_modes
+            mode = cheapest_mode(batch, modes)
+        return self._forward_step(batch, bucket, mode, packed)
 
     def _forward_step(
-        self, batch: ScheduledBatch, bucket: Bucket, mode: SamplingMode, packed: jax.Array
+        self, batch: ScheduledBatch, bucket: Bucket, mode: SamplingMode | None, packed: jax.Array
     ) -> PendingLogits:
         """Starts the drafting, if the step has any, and the forward pass.
 
         Args:
-            mode: of sampling, that the step needs.
+            mode: of sampling, that the step needs; only who drafts wants to know.
         """
         drafts: Drafts | None = None
-        if self._speculator is not None:
+        if self._speculator is not None and mode is not None:
             self._cache, drafts = self._speculator.draft(
                 batch, bucket, mode, self._cache, self._state, self._processors, packed
             )

@@ -28,7 +28,7 @@ from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.logit_processors import Logprobs
 from jaxserve.models.sampling import SamplingMode
 from jaxserve.models.speculative_sampling import Drafts
-from jaxserve.sharding.placement import replicated
+from jaxserve.sharding.placement import put_replicated, replicated
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Speculator:
                 tokens = np.zeros(self._factory.sizes.longest, np.int32)
                 end = chunk.start + len(chunk.token_ids)
                 tokens[:end] = chunk.sequence.token_ids[:end]
-                state = self._set_history(state, *jax.device_put((np.int32(chunk.slot), tokens), self._replicated))
+                state = self._set_history(state, *put_replicated((np.int32(chunk.slot), tokens), self._replicated))
         return state
 
     def draft(
@@ -188,7 +188,7 @@ class Speculator:
         if bucket.num_drafts:
             most = int(missed[slots].max(initial=0))
             for behind in range(0, most + 1 if most else 0, CATCH_UP_TOKENS):
-                number = jax.device_put(np.int32(behind), self._replicated)
+                number = put_replicated(np.int32(behind), self._replicated)
                 self._memory = self._catch_up[bucket](self._drafting.params, self._memory, state, packed, number)
             missed[slots] = 0
         elif bucket.prefill_rows:  # it sees the last token, which helps where it has seen those before
@@ -221,7 +221,7 @@ class Speculator:
             end = chunk.start + len(chunk.token_ids)
             if end < len(chunk.sequence.token_ids):
                 following[row] = chunk.sequence.token_ids[end]
-        step = self._drafting.params, self._memory, state, packed, features, jax.device_put(following, self._replicated)
+        step = self._drafting.params, self._memory, state, packed, features, put_replicated(following, self._replicated)
         self._memory = self._observe[bucket](*step, *((verified,) if bucket.num_drafts else ()))
 
     def verify(
@@ -236,7 +236,7 @@ class Speculator:
         masks: np.ndarray | None,
     ) -> tuple[DecodeState, ProcessorState, jax.Array, Logprobs | None]:
         """Starts a step's verification: state and processors (donated), `pack_verified`, log probabilities if any."""
-        more = () if masks is None else (jax.device_put(masks, self._replicated),)
+        more = () if masks is None else (put_replicated(masks, self._replicated),)
         compiled = self._verify[VerifyProgram(bucket, mode, masks is not None)]
         if mode != "full":
             state, packed = compiled(state, logits, slots, drafts, *more)
