@@ -11,7 +11,7 @@ from pydantic import Field
 
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.output_format import MAX_NAME_LENGTH
-from jaxserve.protocol.tools import MAX_TOOLS, ToolName
+from jaxserve.protocol.tools import ToolName, clean_tool_fields
 from jaxserve.protocol.validation import StrictModel, kind, shown, supported
 
 UNSUPPORTED_FUNCTION: dict[str, tuple[Any, ...]] = {"allowed_callers": ([], ["direct"]), "defer_loading": (False,)}
@@ -79,15 +79,7 @@ def clean_tools_and_text(fields: dict[str, Any]) -> None:
     Raises:
         BadRequestError: names a part that is not understood.
     """
-    tools = fields.get("tools")
-    if isinstance(tools, list) and len(tools) <= MAX_TOOLS:
-        fields["tools"] = [_clean_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
-    choice = fields.get("tool_choice")
-    if isinstance(choice, dict):
-        fields["tool_choice"] = _clean_choice(choice)
-    elif choice is not None and choice not in ("none", "auto", "required"):
-        message = f"`tool_choice` must be 'none', 'auto', 'required' or name a function, not {kind(choice)}"
-        raise BadRequestError(message, param="tool_choice")
+    clean_tool_fields(fields, _clean_tool, _clean_choice)
     if isinstance(fields.get("text"), dict):
         text = supported(fields["text"], AskedText.model_fields, UNSUPPORTED_TEXT, "text.")
         if isinstance(text.get("format"), dict):

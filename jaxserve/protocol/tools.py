@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -53,18 +53,27 @@ class NamedToolChoice(StrictModel):
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
-def clean_tool_fields(fields: dict[str, Any]) -> None:
+def clean_tool_fields(
+    fields: dict[str, Any],
+    clean_tool: Callable[[object, str], dict[str, Any]] | None = None,
+    clean_choice: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> None:
     """Drops what asks for nothing inside `tools` and `tool_choice`, and checks the latter by hand.
+
+    Args:
+        clean_tool, clean_choice: for one tool with its path, and for a choice that is an object; None: those of chat
+            completions.
 
     Raises:
         BadRequestError: names a part that is not understood.
     """
+    clean_tool, clean_choice = clean_tool or _clean_tool, clean_choice or _clean_choice
     tools = fields.get("tools")
     if isinstance(tools, list) and len(tools) <= MAX_TOOLS:
-        fields["tools"] = [_clean_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
+        fields["tools"] = [clean_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     choice = fields.get("tool_choice")
     if isinstance(choice, dict):
-        fields["tool_choice"] = _clean_choice(choice)
+        fields["tool_choice"] = clean_choice(choice)
     elif choice is not None and choice not in ("none", "auto", "required"):
         message = f"`tool_choice` must be 'none', 'auto', 'required' or name a function, not {kind(choice)}"
         raise BadRequestError(message, param="tool_choice")
