@@ -134,8 +134,8 @@ def _restore_piece(
     return {name: _merged(restored[name], spec.shape, shardings[name]) for name, spec in specs.items()}
 
 
-class _NumpyHandler(ocp.type_handlers.NumpyHandler):
-    """Ends only when all its reads have: see `all_ended`."""
+class _EndsTogether(ocp.type_handlers.TypeHandler):
+    """Reads that end only when all of them have, for a handler to inherit before its own: see `all_ended`."""
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
         read = super().metadata
@@ -143,23 +143,16 @@ class _NumpyHandler(ocp.type_handlers.NumpyHandler):
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
         read = super().deserialize
-        return await all_ended(read([info], [arg]) for info, arg in _pairs(infos, args))
+        pairs = zip(infos, args or [ocp.RestoreArgs()] * len(infos), strict=True)
+        return await all_ended(read([info], [arg]) for info, arg in pairs)
 
 
-class _ArrayHandler(ocp.type_handlers.ArrayHandler):
-    """Ends only when all its reads have: see `all_ended`."""
-
-    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
-        read = super().metadata
-        return await all_ended(read([info]) for info in infos)
-
-    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        read = super().deserialize
-        return await all_ended(read([info], [arg]) for info, arg in _pairs(infos, args))
+class _NumpyHandler(_EndsTogether, ocp.type_handlers.NumpyHandler):
+    pass
 
 
-def _pairs(infos: Sequence[Any], args: Sequence[Any] | None) -> Iterator[tuple[Any, Any]]:
-    return zip(infos, args or [ocp.RestoreArgs()] * len(infos), strict=True)
+class _ArrayHandler(_EndsTogether, ocp.type_handlers.ArrayHandler):
+    pass
 
 
 async def all_ended(reads: Iterable[Awaitable[Sequence[Any]]]) -> list[Any]:
