@@ -7,8 +7,10 @@ cluster.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -25,6 +27,11 @@ class SplitProduct(Protocol):
 
     @property
     def rows(self) -> int: ...
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        ...
+
     @property
     def padded_rows(self) -> int: ...
     @property
@@ -55,10 +62,52 @@ class SplitProduct(Protocol):
     def out_dtype(self) -> jnp.dtype: ...
     @property
     def on_device(self) -> bool: ...
+    @property
+    def interpret(self) -> Any: ...
 
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def launch(
+    problem: SplitProduct, body: Callable[..., None], smem: Any, barriers: Any, arrays: Sequence[Array]
+) -> Array:
+    """Runs a kernel's body, which takes the arrays, the result and the parts (see `exchange`), over all columns."""
+    split = problem.split
+    blocks = problem.columns // problem.out_columns
+    # The last ranks' rows may end past the padded ones: what they read there goes nowhere.
+    parts_shape = (blocks, split, problem.tiles, TILE, split * problem.rows_per_rank) if split > 1 else (1,)
+    out, _ = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((problem.rows, problem.columns), problem.out_dtype),
+            jax.ShapeDtypeStruct(parts_shape, jnp.float32),
+        ),
+        scratch_types={"smem": smem, "barriers": barriers},
+        grid=(blocks,),
+        grid_names=("block",),
+        cluster=(split,) if split > 1 else (),
+        cluster_names=("rank",) if split > 1 else (),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=problem.interpret,
+    )(*arrays)
+    return out
+
+
+def join(problem: SplitProduct, block, rank, results: list[Array], out_ref, parts_ref, smem, barriers) -> None:
+    """From this block's results to the result's rows that it stores."""
+    if problem.split == 1:
+        finish(problem, block, rank, results, out_ref, smem, barriers)
+        return
+    exchange(problem, block, rank, results, parts_ref, barriers)
+
+    @pl.when(has_rows(problem, rank))
+    def _():
+        sums = add_parts(problem, block, rank, parts_ref)
+        finish(problem, block, rank, sums, out_ref, smem, barriers)
 
 
 def has_rows(problem: SplitProduct, rank):

@@ -28,10 +28,9 @@ from jaxtyping import Array, Float
 from jaxserve.kernels.decode_matmul_finish import (
     ROW_ALIGNMENT,
     TILE,
-    add_parts,
-    exchange,
-    finish,
     has_rows,
+    join,
+    launch,
     out_columns,
     rank_rows,
     round_up,
@@ -271,41 +270,15 @@ def _kernel(problem: Problem, x: Array, w: Array, residual: Array | None) -> Arr
             results = _multiply(problem, smem, barriers)
             if problem.on_device:
                 plgpu.griddepcontrol_wait()  # long over; what this warpgroup writes must be ordered by it as well
-            if split == 1:
-                finish(problem, block, rank, results, out_ref, smem, barriers)
-                return
-            exchange(problem, block, rank, results, parts_ref, barriers)
-
-            @pl.when(has_rows(problem, rank))
-            def _():
-                sums = add_parts(problem, block, rank, parts_ref)
-                finish(problem, block, rank, sums, out_ref, smem, barriers)
+            join(problem, block, rank, results, out_ref, parts_ref, smem, barriers)
 
         @pl.when(warpgroup == 1)
         def _memory():
             _fetch(problem, block, rank, x_ref, w_ref, residual_ref, smem, barriers)
 
     scratch, barrier_scratch = _scratch(problem)
-    blocks = problem.columns // problem.out_columns
-    # The last ranks' rows may end past the padded ones: what they read there goes nowhere.
-    parts_shape = (blocks, split, problem.tiles, TILE, split * problem.rows_per_rank) if split > 1 else (1,)
-    out, _ = plgpu.kernel(
-        decode_matmul,
-        out_type=(
-            jax.ShapeDtypeStruct((problem.rows, problem.columns), problem.out_dtype),
-            jax.ShapeDtypeStruct(parts_shape, jnp.float32),
-        ),
-        scratch_types={"smem": scratch, "barriers": barrier_scratch},
-        grid=(blocks,),
-        grid_names=("block",),
-        cluster=(split,) if split > 1 else (),
-        cluster_names=("rank",) if split > 1 else (),
-        num_threads=2,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=problem.interpret,
-    )(x, w, *(() if residual is None else (residual,)))
-    return out
+    arrays = (x, w) if residual is None else (x, w, residual)
+    return launch(problem, decode_matmul, scratch, barrier_scratch, arrays)
 
 
 # The inner jit lets all layers of a program share one lowered kernel; a call site costs nothing then.

@@ -34,10 +34,9 @@ from jaxtyping import Array, Float
 from jaxserve.kernels.decode_matmul_finish import (
     ROW_ALIGNMENT,
     TILE,
-    add_parts,
-    exchange,
-    finish,
     has_rows,
+    join,
+    launch,
     out_columns,
     rank_rows,
     round_up,
@@ -235,41 +234,14 @@ def _kernel(problem: Problem, arrays: dict[str, Array]) -> Array:
             if problem.on_device:
                 plgpu.griddepcontrol_wait()
             results = _scale(problem, block, _multiply(problem, smem, barriers), refs)
-            if split == 1:
-                finish(problem, block, rank, results, out_ref, smem, barriers)
-                return
-            exchange(problem, block, rank, results, parts_ref, barriers)
-
-            @pl.when(has_rows(problem, rank))
-            def _():
-                sums = add_parts(problem, block, rank, parts_ref)
-                finish(problem, block, rank, sums, out_ref, smem, barriers)
+            join(problem, block, rank, results, out_ref, parts_ref, smem, barriers)
 
         @pl.when(warpgroup == 1)
         def _memory():
             _fetch(problem, block, rank, refs, smem, barriers)
 
     smem, barriers = _scratch(problem)
-    blocks = problem.columns // problem.out_columns
-    # The last ranks' rows may end past the padded ones: what they read there goes nowhere.
-    parts_shape = (blocks, split, problem.tiles, TILE, split * problem.rows_per_rank) if split > 1 else (1,)
-    out, _ = plgpu.kernel(
-        quantized_matmul,
-        out_type=(
-            jax.ShapeDtypeStruct((problem.rows, problem.columns), problem.out_dtype),
-            jax.ShapeDtypeStruct(parts_shape, jnp.float32),
-        ),
-        scratch_types={"smem": smem, "barriers": barriers},
-        grid=(blocks,),
-        grid_names=("block",),
-        cluster=(split,) if split > 1 else (),
-        cluster_names=("rank",) if split > 1 else (),
-        num_threads=2,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=problem.interpret,
-    )(*arrays.values())
-    return out
+    return launch(problem, quantized_matmul, smem, barriers, tuple(arrays.values()))
 
 
 def _rows_in_float16(x: Array) -> tuple[Array, Array]:
