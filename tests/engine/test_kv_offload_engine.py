@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.kv_offload import available_memory, plan_offload
 from jaxserve.engine.memory_plan import OutOfMemoryError
 from jaxserve.sampling_params import SamplingParams
+from tests.engine.random_traffic import RandomTraffic
 from tests.engine.test_prefix_engine import SIZES, shared_requests
 from tests.tiny_engine import MODEL_CONFIG, TIMEOUT, Answer, ask, tiny_engine
 
@@ -49,30 +49,11 @@ def offload(engine: EngineClient) -> OffloadStats:
 
 def test_random_traffic_gives_what_it_gives_without(engine: EngineClient, plain: EngineClient) -> None:
     requests = shared_requests(40, seed=3)
-    rng = random.Random(4)
-    answers: list[Answer] = []
-    aborted: set[int] = set()
-    for number, (prompt, sampling) in enumerate(requests):
-        answers.append(Answer(engine, prompt, sampling))
-        for _ in range(rng.choice([0, 1, 4, 12])):
-            unfinished = [answer for answer in answers if not all(answer.reasons)]
-            if unfinished:
-                rng.choice(unfinished).next()
-        if rng.random() < 0.2:
-            victim = rng.randrange(number + 1)
-            engine.abort(answers[victim].request_id)
-            aborted.add(victim)
-        if rng.random() < 0.05:
-            engine.flush_prefix_cache().result(TIMEOUT)
-    together = [answer.wait() for answer in answers]
+    traffic = RandomTraffic(engine, requests, seed=4, pauses=(0, 1, 4, 12), abort_share=0.2, flush_share=0.05)
     stats = offload(engine)
     assert stats.num_restored > 5
     assert stats.num_used <= stats.num_places == HOST_PAGES
-    for number, (prompt, sampling) in enumerate(requests):
-        alone = Answer(plain, prompt, sampling).wait()
-        if number in aborted:
-            alone = [choice[: len(given)] for choice, given in zip(alone, together[number], strict=True)]
-        assert together[number] == alone
+    traffic.check(plain)
     engine.flush_prefix_cache().result(TIMEOUT)
     after = engine.stats()
     assert (after.num_free_pages, after.num_cached_pages, offload(engine).num_used) == (after.num_pages, 0, 0)

@@ -11,6 +11,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.sampling_params import SamplingParams
+from tests.engine.random_traffic import RandomTraffic
 from tests.tiny_engine import TIMEOUT, VOCAB_SIZE, Answer, ask, tiny_engine
 
 # 88 tokens of KV cache for four sequences of up to 64: pages are evicted, and sequences preempted.
@@ -54,31 +55,12 @@ def shared_requests(count: int, seed: int) -> list[tuple[list[int], SamplingPara
 
 def test_random_traffic_gives_what_it_gives_without_the_cache(engine: EngineClient, plain: EngineClient) -> None:
     requests = shared_requests(48, seed=1)
-    rng = random.Random(2)
     before = engine.stats()
-    answers: list[Answer] = []
-    aborted: set[int] = set()
-    for number, (prompt, sampling) in enumerate(requests):
-        answers.append(Answer(engine, prompt, sampling))
-        for _ in range(rng.choice([0, 0, 1, 4])):
-            unfinished = [answer for answer in answers if not all(answer.reasons)]
-            if unfinished:
-                rng.choice(unfinished).next()
-        if rng.random() < 0.25:
-            victim = rng.randrange(number + 1)
-            engine.abort(answers[victim].request_id)
-            aborted.add(victim)
-        if rng.random() < 0.1:
-            engine.flush_prefix_cache().result(TIMEOUT)
-    together = [answer.wait() for answer in answers]
+    traffic = RandomTraffic(engine, requests, seed=2, pauses=(0, 0, 1, 4), abort_share=0.25, flush_share=0.1)
     after = engine.stats()
     assert after.cached_prompt_tokens - before.cached_prompt_tokens > 100
     assert after.num_preemptions > before.num_preemptions
-    for number, (prompt, sampling) in enumerate(requests):
-        alone = Answer(plain, prompt, sampling).wait()
-        if number in aborted:
-            alone = [choice[: len(given)] for choice, given in zip(alone, together[number], strict=True)]
-        assert together[number] == alone
+    traffic.check(plain)
     assert plain.stats().cached_prompt_tokens == 0
 
 

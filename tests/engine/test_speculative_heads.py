@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,12 +20,11 @@ from jaxserve.models.kv_cache import KVCache, kv_cache_specs
 from jaxserve.models.llama import forward_with_taps
 from jaxserve.models.medusa import MedusaConfig
 from jaxserve.models.params import LlamaParams
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.sharding.collectives import Collectives
 from jaxserve.speculative_config import HEAD_METHODS, SpeculativeConfig
 from tests.engine.lean_engine import lean_engine
 from tests.engine.test_engine import compilations, until_idle
-from tests.engine.test_speculative import accepted, constrained, greedy, repetitive_requests
+from tests.engine.test_speculative import check_mixed_batch, greedy, repetitive_requests
 from tests.tiny_engine import MODEL_CONFIG, VOCAB_SIZE, Answer, ask, tiny_params
 
 DRAFTS, LENGTH = 3, 40
@@ -177,22 +175,7 @@ def test_a_head_that_is_right_is_believed_and_the_text_stays(engine: EngineClien
 def test_a_mixed_batch_gives_what_each_request_gives_without_speculation(
     plain: EngineClient, engine: EngineClient
 ) -> None:
-    requests = [*repetitive_requests(12, seed=5), ([5] * 9, constrained()), ([6, 7, 8] * 3, constrained())]
-    random.Random(1).shuffle(requests)
-    before, preemptions = accepted(engine), engine.stats().num_preemptions
-    answers = [Answer(engine, *request) for request in requests]
-    aborted = Answer(engine, [9, 8] * 8, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
-    aborted.next()
-    engine.abort(aborted.request_id)
-    together = [answer.wait()[0] for answer in answers]
-    aborted.wait()
-    until_idle(engine)
-    assert accepted(engine) > before
-    assert engine.stats().num_preemptions > preemptions
-    for request, tokens, answer in zip(requests, together, answers, strict=True):
-        alone = Answer(plain, *request)
-        assert tokens == alone.wait()[0]
-        assert answer.reasons == alone.reasons
+    check_mixed_batch(plain, engine, repetitive_requests(12, seed=5), more_kept_than=0)
 
 
 def test_nothing_is_compiled_while_heads_draft(engine: EngineClient) -> None:

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,7 @@ from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams
 from jaxserve.progress import NoProgress
+from tests.long_cases import few_of
 from tests.models.paged_model import PagedModel
 
 FOLDER = Path(__file__).parent.parent / "goldens" / "tiny"
@@ -107,13 +107,10 @@ def test_a_prompt_in_uneven_chunks_gives_the_logits_of_the_whole(name: str, gold
     assert_near(chunked.decode(reference.tokens[0]), whole.decode(reference.tokens[0]), PADDING_TOLERANCE)
 
 
-def paddings() -> list[Any]:
-    quick = ((16, 1, np.nan), (32, 8, 1e30), (64, 8, np.nan))
-    every = itertools.product((16, 32, 64), (1, 8), (np.nan, 1e30))
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.long) for case in every]
-
-
-@pytest.mark.parametrize(("bucket", "rows", "fill"), paddings())
+@pytest.mark.parametrize(
+    ("bucket", "rows", "fill"),
+    few_of(((16, 1, np.nan), (32, 8, 1e30), (64, 8, np.nan)), itertools.product((16, 32, 64), (1, 8), (np.nan, 1e30))),
+)
 def test_padding_changes_nothing(bucket: int, rows: int, fill: float, golden: Callable[[str], Golden]) -> None:
     """Unused pages, the unwritten rest of pages in use, and the hidden states of padding tokens all hold `fill`."""
     reference = golden("grouped_query")

@@ -27,6 +27,7 @@ from jaxserve.models.quantize_params import quantization_for, quantize_params
 from jaxserve.sharding.collectives import Collectives
 from jaxserve.sharding.mesh import make_mesh
 from jaxserve.sharding.placement import named_shardings
+from tests.long_cases import few_of
 from tests.tiny_engine import MODEL_CONFIG, tiny_params
 
 NAMES = ("fp8", "fp8-weight-only", "int8", "int4", "int4-32")
@@ -151,13 +152,7 @@ def test_a_shard_of_a_quantized_weight_is_the_quantized_shard(name: str) -> None
         np.testing.assert_array_equal(dequantize(quantize(w[2:4], 3, config)), dequantize(part))
 
 
-def formats_and_sizes() -> list[Any]:
-    quick = (("int8", 1), ("int4", 4))
-    every = itertools.product(NAMES, (1, 4))
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.long) for case in every]
-
-
-@pytest.mark.parametrize(("name", "size"), formats_and_sizes())
+@pytest.mark.parametrize(("name", "size"), few_of((("int8", 1), ("int4", 4)), itertools.product(NAMES, (1, 4))))
 def test_random_weights_are_made_quantized_and_in_place(name: str, size: int) -> None:
     config = dataclasses.replace(MODEL_CONFIG, intermediate_size=512, quantization=named(name))
     dense_config = dataclasses.replace(config, quantization=None)

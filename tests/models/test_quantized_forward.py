@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jaxserve.models.quantization import dequantize
 from jaxserve.models.quantize_params import quantize_params
 from jaxserve.sharding.mesh import make_mesh
 from jaxserve.sharding.placement import named_shardings
+from tests.long_cases import few_of
 from tests.models.paged_model import PagedModel
 
 NAMES = ("fp8", "fp8-weight-only", "int8", "int4", "int4-32")
@@ -86,13 +86,7 @@ def test_the_logits_are_those_of_the_weights_that_are_meant(name: str) -> None:
     assert error(actual[:count], expected[:count]) < (0.08 if name == "fp8" else 1e-5)
 
 
-def formats_and_sizes() -> list[Any]:
-    quick = (("fp8", 8), ("int4-32", 8))
-    every = itertools.product(NAMES, (2, 4, 8))
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.long) for case in every]
-
-
-@pytest.mark.parametrize(("name", "size"), formats_and_sizes())
+@pytest.mark.parametrize(("name", "size"), few_of((("fp8", 8), ("int4-32", 8)), itertools.product(NAMES, (2, 4, 8))))
 def test_more_devices_give_the_same_tokens(name: str, size: int) -> None:
     config, params = quantized(name)
     tokens, logits = run(config, params, tensor_parallel_size=size)

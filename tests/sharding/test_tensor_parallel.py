@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from functools import cache
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from jaxserve.engine.client import EngineClient, Replica
 from jaxserve.engine.replicas import start_engine
 from jaxserve.progress import NoProgress
 from jaxserve.sampling_params import SamplingParams
+from tests.long_cases import few_of
 from tests.tiny_engine import MODEL_CONFIG, Answer, ask, random_params, tiny_engine
 
 CONFIG = EngineConfig(max_model_len=48, max_num_seqs=1, max_num_batched_tokens=8, page_size=4, num_pages=12)
@@ -47,13 +47,12 @@ def answers(kv_heads: int, quantization: str | None, size: int) -> list[list[int
         return [ask(engine, prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SEEDED)]
 
 
-def cases() -> list[Any]:
-    quick = ((4, None, 8), (1, "int4-32", 4))
-    every = itertools.product((8, 4, 1), (None, "int8", "int4-32", "fp8"), (2, 4, 8))
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.long) for case in every]
-
-
-@pytest.mark.parametrize(("kv_heads", "quantization", "size"), cases())
+@pytest.mark.parametrize(
+    ("kv_heads", "quantization", "size"),
+    few_of(
+        ((4, None, 8), (1, "int4-32", 4)), itertools.product((8, 4, 1), (None, "int8", "int4-32", "fp8"), (2, 4, 8))
+    ),
+)
 def test_more_devices_give_the_same_tokens(kv_heads: int, quantization: str | None, size: int) -> None:
     on_one_device = answers(kv_heads, quantization, 1)
     assert len({tuple(tokens) for tokens in on_one_device}) == len(on_one_device)
