@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
 import secrets
 import threading
 import time
@@ -18,17 +16,17 @@ from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import sequence as sequences
 from jaxserve.engine.draft_lengths import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
+from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.prefix_cache import CacheDomain
-from jaxserve.engine.request import EngineStoppedError, QueueFullError, Request, RequestError, RequestOutput
+from jaxserve.engine.request import EngineStoppedError, Request, RequestOutput
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.stream import GenerationStream
+from jaxserve.engine.submissions import Receiver, Submissions
 from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.engine.token_masks import MaskWriter
 from jaxserve.sampling_params import SamplingParams
-
-logger = logging.getLogger(__name__)
 
 _SEED_MASK = 2**64 - 1
 
@@ -99,14 +97,12 @@ class EngineClient:
         self.failure: BaseException | None = None
         self._replica = replica
         self._scheduler = scheduler
-        self._loop = EngineLoop(scheduler, runner, self._distribute, self._fail, MaskWriter(model_config.vocab_size))
+        self._submissions = Submissions(config, model_config.vocab_size, scheduler.limits, self.abort)
+        self._loop = EngineLoop(
+            scheduler, runner, self._submissions.distribute, self._fail, MaskWriter(model_config.vocab_size)
+        )
         self._ids = itertools.count()
-        self._lock = threading.Lock()
-        self._receivers: dict[str, GenerationStream | Callable[[RequestOutput], None]] = {}
-        self._unfinished: dict[str, int] = {}
-        self._num_live = 0  # choices that were submitted and have not finished
-        self._queued_tokens: dict[tuple[str, int], int] = {}  # prompt tokens of choices that brought nothing yet
-        self._num_queued_tokens = 0  # their sum
+        self._seed_lock = threading.Lock()
         self._draining = False
         self._stopped = False
         self._started_at = time.monotonic()
@@ -124,7 +120,11 @@ class EngineClient:
     @property
     def num_live(self) -> int:
         """Choices that were submitted and have not finished."""
-        return self._num_live
+        return self._submissions.num_live
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        return self._scheduler.limits
 
     def num_cached_tokens(self, prompt_bytes: bytes, cache_salt: str | None) -> int:
         """How many tokens of a prompt have their KV pages here at the moment: a hint. Any thread.
@@ -177,6 +177,19 @@ class EngineClient:
         self._submit(request_id, prompt_token_ids, sampling, on_output, cache_salt, priority)
         return request_id
 
+    def submit_as(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        receiver: Receiver,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> None:
+        """As `submit`, for one who gives requests their ids and takes the outputs in any way there is."""
+        self._submit(request_id, prompt_token_ids, sampling, receiver, cache_salt, priority)
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one choice of it; unknown ones are left alone."""
         self._loop.abort(request_id, index)
@@ -205,12 +218,7 @@ class EngineClient:
 
     async def wait_drained(self, timeout: float) -> bool:
         """Waits until nothing runs; False if that takes longer than `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while self._num_live:
-            if time.monotonic() >= deadline:
-                return False
-            await asyncio.sleep(0.02)
-        return True
+        return await self._submissions.wait_none_live(timeout)
 
     def shutdown(self) -> None:
         """Stops the engine thread; requests that still run get finish_reason "error"."""
@@ -257,11 +265,11 @@ class EngineClient:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        receiver: GenerationStream | Callable[[RequestOutput], None],
+        receiver: Receiver,
         cache_salt: str | None,
         priority: int,
     ) -> None:
-        self._check(prompt_token_ids, sampling, priority)
+        self._submissions.check(prompt_token_ids, sampling, priority)
         request = Request(
             request_id,
             tuple(prompt_token_ids),
@@ -271,54 +279,10 @@ class EngineClient:
             priority=priority,
         )
         choices = self._make_sequences(request)
-        with self._lock:
-            if not self.is_ready:
-                raise EngineStoppedError("the engine takes no new requests: it drains, was shut down, or failed")
-            self._check_queue(len(prompt_token_ids), sampling.n)
-            self._receivers[request_id] = receiver
-            self._unfinished[request_id] = sampling.n
-            self._num_live += sampling.n
-            self._num_queued_tokens += sampling.n * len(prompt_token_ids)
-            self._queued_tokens.update(((request_id, index), len(prompt_token_ids)) for index in range(sampling.n))
+        if not self.is_ready:
+            raise EngineStoppedError("the engine takes no new requests: it drains, was shut down, or failed")
+        self._submissions.admit(request_id, len(prompt_token_ids), sampling.n, receiver)
         self._loop.add(choices)
-
-    def _check_queue(self, num_prompt_tokens: int, num_choices: int) -> None:
-        """Under the lock: whether a request may wait. One that nothing stands before always may."""
-        limit = self.config.max_num_queued_requests + self._scheduler.limits.max_num_seqs
-        if self._num_live + num_choices > limit and self._num_live:
-            raise QueueFullError(
-                f"{self._num_live} sequences run or wait, of at most {limit}; try again later, or raise "
-                "--max-num-queued-requests"
-            )
-        limit_tokens = self.config.max_num_queued_tokens
-        if limit_tokens is None or not self._num_queued_tokens:
-            return
-        if self._num_queued_tokens + num_choices * num_prompt_tokens > limit_tokens:
-            raise QueueFullError(
-                f"{self._num_queued_tokens} prompt tokens wait, of at most {limit_tokens}, and this request brings "
-                f"{num_choices * num_prompt_tokens} more; try again later, or raise --max-num-queued-tokens"
-            )
-
-    def _check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, priority: int) -> None:
-        if priority and self.config.scheduling_policy != "priority":
-            raise RequestError(
-                f"priority={priority} has no effect under the scheduling policy {self.config.scheduling_policy!r}: "
-                "leave it out, or start the engine with --scheduling-policy priority",
-                parameter="priority",
-            )
-        vocab_size = self.model_config.vocab_size
-        biased = [token for token, _ in sampling.logit_bias]
-        for name, ids in (
-            ("prompt", prompt_token_ids),
-            ("stop_token_ids", sampling.stop_token_ids),
-            ("logit_bias", biased),
-        ):
-            wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-            if wrong is not None:
-                raise RequestError(
-                    f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}", parameter=name
-                )
-        self._scheduler.limits.check_prompt(len(prompt_token_ids))
 
     def _make_sequences(self, request: Request) -> tuple[sequences.Sequence, ...]:
         sampling = request.sampling
@@ -343,53 +307,8 @@ class EngineClient:
     def _random_seed(self) -> int:
         if self._seeds is None:
             return secrets.randbits(64)
-        with self._lock:
+        with self._seed_lock:
             return int(self._seeds.integers(0, 2**64, dtype=np.uint64))
-
-    def _distribute(self, outputs: list[RequestOutput]) -> None:
-        """Engine thread: hands a step's outputs to their receivers, with one wake-up for each event loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[GenerationStream, RequestOutput]]] = {}
-        for output in outputs:
-            receiver = self._receivers.get(output.request_id)
-            if receiver is None:
-                continue
-            self._count(output)
-            if isinstance(receiver, GenerationStream):
-                by_loop.setdefault(receiver.loop, []).append((receiver, output))
-            else:
-                self._call_back(receiver, output)
-        for loop, deliveries in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_deliver_all, deliveries)
-            except RuntimeError:  # the loop was closed: nobody will ever read these
-                for stream in {stream for stream, _ in deliveries}:
-                    self._drop_receiver(stream.request_id)
-
-    def _call_back(self, on_output: Callable[[RequestOutput], None], output: RequestOutput) -> None:
-        try:
-            on_output(output)
-        except Exception:  # one caller's fault must not end the engine for all
-            logger.exception("the callback of %s failed; the request is aborted", output.request_id)
-            self._drop_receiver(output.request_id)
-
-    def _drop_receiver(self, request_id: str) -> None:
-        """Ends a request whose outputs nobody takes."""
-        with self._lock:
-            if request_id in self._receivers:
-                self._receivers[request_id] = _discard
-        self.abort(request_id)
-
-    def _count(self, output: RequestOutput) -> None:
-        request_id = output.request_id
-        if (request_id, output.index) in self._queued_tokens:
-            with self._lock:
-                self._num_queued_tokens -= self._queued_tokens.pop((request_id, output.index))
-        if output.finish_reason is not None:
-            with self._lock:
-                self._num_live -= 1
-                self._unfinished[request_id] -= 1
-                if not self._unfinished[request_id]:
-                    del self._unfinished[request_id], self._receivers[request_id]
 
     def fail(self, error: BaseException) -> None:
         """Gives the engine up, though its thread may be stuck: live requests get an error output. Any thread."""
@@ -402,15 +321,6 @@ class EngineClient:
 
 def _seeds(seed: int, replica: int) -> np.random.Generator:
     return np.random.default_rng((seed, replica) if replica else seed)
-
-
-def _discard(output: RequestOutput) -> None:
-    del output
-
-
-def _deliver_all(deliveries: list[tuple[GenerationStream, RequestOutput]]) -> None:
-    for stream, output in deliveries:
-        stream.deliver(output)
 
 
 def choice_seed(seed: int, index: int) -> int:

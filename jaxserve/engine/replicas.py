@@ -17,8 +17,10 @@ from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, EngineStats, Replica
 from jaxserve.engine.draft_lengths import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
+from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestOutput, token_bytes
 from jaxserve.engine.stream import GenerationStream
+from jaxserve.engine.submissions import Receiver
 from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.sampling_params import SamplingParams
 
@@ -69,7 +71,9 @@ class ReplicatedEngine:
         clients = self._running()
         self.model_config: ModelConfig = clients[0].model_config
         self.device_kind: str = clients[0].device_kind
-        self.max_model_len: int = min(client.max_model_len for client in clients)
+        shortest = min(clients, key=lambda client: client.max_model_len)
+        self.max_model_len: int = shortest.max_model_len
+        self.limits: SchedulerLimits = shortest.limits
         self._thread = threading.Thread(target=self._rebuild_failed, name="jaxserve-replicas", daemon=True)
         self._thread.start()
 
@@ -113,6 +117,25 @@ class ReplicatedEngine:
             cache_salt,
             lambda client: client.submit_with_callback(
                 prompt_token_ids, sampling, on_output, cache_salt=cache_salt, priority=priority
+            ),
+        )
+
+    def submit_as(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        receiver: Receiver,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> None:
+        """As `EngineClient.submit_as`."""
+        self._with_one(
+            prompt_token_ids,
+            cache_salt,
+            lambda client: client.submit_as(
+                request_id, prompt_token_ids, sampling, receiver, cache_salt=cache_salt, priority=priority
             ),
         )
 

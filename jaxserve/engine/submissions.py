@@ -1,0 +1,195 @@
+"""Requests under way: whether one may be submitted, what has not ended yet, and to whom outputs go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.limits import SchedulerLimits
+from jaxserve.engine.request import QueueFullError, RequestError, RequestOutput
+from jaxserve.engine.stream import GenerationStream
+from jaxserve.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepReceiver:
+    """Takes all that a step brought for its requests at once.
+
+    Attributes:
+        deliver: called in the thread that brings outputs; must be quick.
+    """
+
+    deliver: Callable[[list[RequestOutput]], None]
+
+
+Receiver = GenerationStream | StepReceiver | Callable[[RequestOutput], None]
+
+
+class Submissions:
+    """Checks and counts requests, and hands their outputs out. Safe to use from any thread.
+
+    Args:
+        limits: of one engine.
+        abort: ends a request whose outputs nobody takes.
+        num_engines: engines that share the work.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocab_size: int,
+        limits: SchedulerLimits,
+        abort: Callable[[str], None],
+        *,
+        num_engines: int = 1,
+    ) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._limits = limits
+        self._abort = abort
+        self._most = num_engines * (config.max_num_queued_requests + limits.max_num_seqs)
+        self._most_tokens = None if config.max_num_queued_tokens is None else num_engines * config.max_num_queued_tokens
+        self._lock = threading.Lock()
+        self._receivers: dict[str, Receiver] = {}
+        self._unfinished: dict[str, set[int]] = {}  # choices
+        self._num_live = 0  # choices that were submitted and have not finished
+        self._queued_tokens: dict[tuple[str, int], int] = {}  # prompt tokens of choices that brought nothing yet
+        self._num_queued_tokens = 0  # their sum
+
+    @property
+    def num_live(self) -> int:
+        """Choices that were submitted and have not finished."""
+        return self._num_live
+
+    def live(self) -> list[tuple[str, int]]:
+        """Request id and index of each of them."""
+        with self._lock:
+            return [(request_id, index) for request_id, left in self._unfinished.items() for index in sorted(left)]
+
+    async def wait_none_live(self, timeout: float) -> bool:
+        """Waits until nothing runs; False if that takes longer than `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self._num_live:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, priority: int) -> None:
+        """Raises:
+        RequestError: the request can never be served as asked.
+        """
+        if priority and self._config.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority={priority} has no effect under the scheduling policy {self._config.scheduling_policy!r}: "
+                "leave it out, or start the engine with --scheduling-policy priority",
+                parameter="priority",
+            )
+        biased = [token for token, _ in sampling.logit_bias]
+        for name, ids in (
+            ("prompt", prompt_token_ids),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", biased),
+        ):
+            if len(ids) and (min(ids) < 0 or max(ids) >= self._vocab_size):
+                wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
+                raise RequestError(
+                    f"{name}: token id {wrong} is outside the vocabulary of {self._vocab_size}", parameter=name
+                )
+        self._limits.check_prompt(len(prompt_token_ids))
+
+    def admit(self, request_id: str, num_prompt_tokens: int, num_choices: int, receiver: Receiver) -> None:
+        """Counts a request, whose outputs go to `receiver` from now on.
+
+        Raises:
+            QueueFullError: too many wait already.
+        """
+        with self._lock:
+            self._check_queue(num_prompt_tokens, num_choices)
+            self._receivers[request_id] = receiver
+            self._unfinished[request_id] = set(range(num_choices))
+            self._num_live += num_choices
+            self._num_queued_tokens += num_choices * num_prompt_tokens
+            self._queued_tokens.update(((request_id, index), num_prompt_tokens) for index in range(num_choices))
+
+    def distribute(self, outputs: list[RequestOutput]) -> None:
+        """Hands outputs to their receivers, with one wake-up for each event loop. One thread at a time."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[GenerationStream, RequestOutput]]] = {}
+        by_step: dict[int, tuple[StepReceiver, list[RequestOutput]]] = {}
+        for output in outputs:
+            receiver = self._receivers.get(output.request_id)
+            if receiver is None:
+                continue
+            self._count(output)
+            if isinstance(receiver, GenerationStream):
+                by_loop.setdefault(receiver.loop, []).append((receiver, output))
+            elif isinstance(receiver, StepReceiver):
+                by_step.setdefault(id(receiver), (receiver, []))[1].append(output)
+            else:
+                self._call_back(receiver, output)
+        for receiver, of_step in by_step.values():
+            receiver.deliver(of_step)
+        for loop, deliveries in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_deliver_all, deliveries)
+            except RuntimeError:  # the loop was closed: nobody will ever read these
+                for stream in {stream for stream, _ in deliveries}:
+                    self._drop_receiver(stream.request_id)
+
+    def _check_queue(self, num_prompt_tokens: int, num_choices: int) -> None:
+        """Under the lock: whether a request may wait. One that nothing stands before always may."""
+        if self._num_live + num_choices > self._most and self._num_live:
+            raise QueueFullError(
+                f"{self._num_live} sequences run or wait, of at most {self._most}; try again later, or raise "
+                "--max-num-queued-requests"
+            )
+        if self._most_tokens is None or not self._num_queued_tokens:
+            return
+        if self._num_queued_tokens + num_choices * num_prompt_tokens > self._most_tokens:
+            raise QueueFullError(
+                f"{self._num_queued_tokens} prompt tokens wait, of at most {self._most_tokens}, and this request brings "
+                f"{num_choices * num_prompt_tokens} more; try again later, or raise --max-num-queued-tokens"
+            )
+
+    def _call_back(self, on_output: Callable[[RequestOutput], None], output: RequestOutput) -> None:
+        try:
+            on_output(output)
+        except Exception:  # one caller's fault must not end the engine for all
+            logger.exception("the callback of %s failed; the request is aborted", output.request_id)
+            self._drop_receiver(output.request_id)
+
+    def _drop_receiver(self, request_id: str) -> None:
+        """Ends a request whose outputs nobody takes."""
+        with self._lock:
+            if request_id in self._receivers:
+                self._receivers[request_id] = _discard
+        self._abort(request_id)
+
+    def _count(self, output: RequestOutput) -> None:
+        request_id = output.request_id
+        if (request_id, output.index) in self._queued_tokens:
+            with self._lock:
+                self._num_queued_tokens -= self._queued_tokens.pop((request_id, output.index))
+        if output.finish_reason is not None:
+            with self._lock:
+                self._num_live -= 1
+                left = self._unfinished[request_id]
+                left.remove(output.index)
+                if not left:
+                    del self._unfinished[request_id], self._receivers[request_id]
+
+
+def _discard(output: RequestOutput) -> None:
+    del output
+
+
+def _deliver_all(deliveries: list[tuple[GenerationStream, RequestOutput]]) -> None:
+    for stream, output in deliveries:
+        stream.deliver(output)
