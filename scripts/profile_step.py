@@ -1,15 +1,18 @@
 """Times the device's part of steps with random weights, and says which kernels the time goes to.
 
-    python scripts/profile_step.py llama-3-8b --decode 1,64 --context 400 --prefill 256 --output DIR
+    python scripts/profile_step.py llama-3-8b --decode 1,64 --context 400 --prefill 256,128+64 --output DIR
+    python scripts/profile_step.py llama-3-8b --decode 8,64 --xla-options '{}' --xla-options '{"xla_gpu_autotune_level": 4}'
 
-Each step is launched over and over without waiting, as the engine does, so that the time is the device's. The table of
-kernels comes from a trace of a few steps.
+Each step is launched over and over without waiting, as the engine does, so that the time is the device's. The tables of
+kernels come from a trace of a few steps; they are written to OUTPUT/kernels.txt, and the times of all steps are told last.
+Several sets of XLA options, on top of those that the engine compiles with, are compiled and measured one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import tempfile
 import time
 from collections import defaultdict
@@ -25,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.bench.floor import step_floor_ms
+from jaxserve.bench.floor import device_ceiling, step_floor_ms
 from jaxserve.bench.profile import read_events
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import make_engine_mesh, resolve_dtype
@@ -90,6 +93,10 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=14)
     parser.add_argument("--xla", default="", help="ops to run in plain XLA, such as decode_matmul,rope_write_kv")
     parser.add_argument("--no-splits", action="store_true", help="products of few tokens in one piece")
+    parser.add_argument("--xla-options", action="append", help="JSON object of a set of programs; may be repeated")
+    parser.add_argument(
+        "--one-by-one", action="store_true", help="compile so that no program disturbs another's trials"
+    )
     parser.add_argument("--output", default="/tmp/profile_step")
     options = parser.parse_args()
     config = preset_config(options.model)
@@ -98,6 +105,7 @@ def main() -> None:
     sizes = Sizes(64, 512, options.num_pages, PAGE_SIZE)
     factory = ProgramFactory(config, sizes, mesh, 2048)
     started = time.perf_counter()
+    bandwidth = device_ceiling(mesh.devices.flat[0]).bandwidth
     params = init_params(config, 0, dtype, named_shardings(param_specs(config), mesh))
     cache = jax.tree.map(lambda pages: pages + jnp.ones((), pages.dtype), zero_cache(config, sizes, mesh, dtype))
     jax.block_until_ready((params, cache))
@@ -108,15 +116,32 @@ def main() -> None:
             tokens, _, rows = part.partition("+")
             buckets.append(Bucket(int(rows or 0), PREFILL_ROWS, int(tokens)))
     state = jax.device_put(empty_state(sizes), replicated(mesh))
-    with (
-        use_xla(options.xla.split(",") if options.xla else [], splits=not options.no_splits),
-        ThreadPoolExecutor() as pool,
-    ):
-        compiling = [pool.submit(compile_forward, factory, params, cache, state, bucket) for bucket in buckets]
-        programs = [future.result() for future in compiling]
-    print(f"everything compiled after {time.perf_counter() - started:.1f} s", flush=True)
-    for bucket, forward in zip(buckets, programs, strict=True):
-        cache = measure(options, config, factory, sizes, mesh, dtype, params, cache, bucket, forward)
+    Path(options.output).mkdir(parents=True, exist_ok=True)
+    kernels_file = Path(options.output) / "kernels.txt"
+    kernels_file.write_text("")
+    times: dict[str, list[str]] = {str(bucket): [] for bucket in buckets}
+    variants = options.xla_options or ["{}"]
+    for variant in variants:
+        more = json.loads(variant)
+        with (
+            use_xla(options.xla.split(",") if options.xla else [], splits=not options.no_splits),
+            ThreadPoolExecutor(1 if options.one_by_one else None) as pool,
+        ):
+            compiling = [
+                pool.submit(compile_forward, factory, params, cache, state, bucket, more) for bucket in buckets
+            ]
+            programs = [future.result() for future in compiling]
+        print(f"{variant}: compiled after {time.perf_counter() - started:.1f} s", flush=True)
+        for bucket, forward in zip(buckets, programs, strict=True):
+            cache, milliseconds, table = measure(
+                options, config, factory, sizes, mesh, dtype, params, cache, bucket, forward, bandwidth
+            )
+            times[str(bucket)].append(f"{milliseconds:.2f}")
+            with kernels_file.open("a") as file:
+                print(f"{bucket}, {variant}: {milliseconds:.2f} ms a step\n{table}\n", file=file)
+    print("ms a step: " + " | ".join(variants))
+    for name, values in times.items():
+        print(f"{name}: {' '.join(values)}")
 
 
 @contextlib.contextmanager
@@ -133,7 +158,9 @@ def use_xla(ops: list[str], *, splits: bool) -> Iterator[None]:
         yield
 
 
-def compile_forward(factory: ProgramFactory, params: Any, cache: Any, state: Any, bucket: Bucket) -> Any:
+def compile_forward(
+    factory: ProgramFactory, params: Any, cache: Any, state: Any, bucket: Bucket, more: dict[str, Any]
+) -> Any:
     packed = jax.ShapeDtypeStruct((packed_size(bucket, factory.sizes),), jnp.int32, sharding=replicated(factory.mesh))
     started = time.perf_counter()
     lowered = jax.jit(factory.forward(bucket, max(8, bucket.rows)), donate_argnums=(1, 2)).lower(
@@ -141,7 +168,7 @@ def compile_forward(factory: ProgramFactory, params: Any, cache: Any, state: Any
     )
     traced = time.perf_counter()
     platform = factory.mesh.devices.flat[0].platform
-    compiled = lowered.compile(compiler_options=compile_options(platform, bucket))
+    compiled = lowered.compile(compiler_options=compile_options(platform, bucket) | more)
     print(
         f"{bucket}: traced {traced - started:.1f} s, compiled {time.perf_counter() - traced:.1f} s beside the others",
         flush=True,
@@ -160,7 +187,9 @@ def measure(
     cache: Any,
     bucket: Bucket,
     forward: Any,
-) -> Any:
+    bandwidth: float,
+) -> tuple[Any, float, str]:
+    """The cache, milliseconds of a step, and the table of its kernels."""
     place = replicated(mesh)
     pages_per_row = -(-(options.context + 64) // PAGE_SIZE)
     table = (np.arange(64)[:, None] * pages_per_row + np.arange(sizes.pages_per_seq)[None]) % sizes.num_pages
@@ -193,15 +222,16 @@ def measure(
         batch=bucket.decode_rows,
         context=options.context,
         num_devices=1,
+        bandwidth=bandwidth,
     )
     print(f"{bucket}: {min(times):.2f} ms a step (floor {floor or 0:.2f})", flush=True)
+    table = ""
     if options.kernels:
-        Path(options.output).mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(dir=options.output, prefix=f"{bucket.decode_rows}_{bucket.prefill_tokens}_")
-        with jax.profiler.trace(folder):
-            cache, state = steps(4, cache, state)
-        print(kernel_table(folder, 4, options.kernels), flush=True)
-    return cache
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                cache, state = steps(4, cache, state)
+            table = kernel_table(folder, 4, options.kernels)
+    return cache, min(times), table
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ for _name, _value in _XLA_FLAGS.items():
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_name}={_value}".strip()
 # The CPU unless asked otherwise: `JAX_PLATFORMS=cuda,cpu scripts/test tests/gpu` runs on a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Several workers share a card, and none may take most of its memory at its start.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from pathlib import Path
 from typing import Any

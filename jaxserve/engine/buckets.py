@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from jaxserve.engine.device_batch import Bucket
 from jaxserve.engine.schedule import ScheduledBatch
@@ -20,9 +21,10 @@ class Buckets:
 
     Attributes:
         decode_rows: of steps that only decode.
-        mixed_decode_rows: of steps that prefill as well.
+        mixed_decode_rows: of steps that prefill as well; none: nobody ever decodes in them.
         prefill_tokens: of steps that prefill.
         prefill_rows: of steps that prefill; one size.
+        prefill_only_tokens: prefill tokens of steps in which nobody decodes; none: such steps pad decode rows as well.
         sample_rows: rows of logits that sampling programs take; a forward pass pads its logits to one of these.
         sampling_modes: kinds of sampling program, cheapest first; the last one serves everything.
         masked_modes: those that there are with masks too, for steps in which a row has a constraint; the same holds.
@@ -41,6 +43,7 @@ class Buckets:
     draft_lengths: tuple[int, ...] = ()
     drafting_rows: tuple[int, ...] = ()
     verify_modes: tuple[SamplingMode, ...] = ("full",)
+    prefill_only_tokens: tuple[int, ...] = ()
 
     def all(self) -> list[Bucket]:
         decode = [Bucket(rows, 0, 0) for rows in self.decode_rows]
@@ -48,7 +51,7 @@ class Buckets:
         mixed = [
             Bucket(rows, self.prefill_rows, tokens) for tokens in self.prefill_tokens for rows in self.mixed_decode_rows
         ]
-        return decode + mixed
+        return decode + mixed + [Bucket(0, self.prefill_rows, tokens) for tokens in self.prefill_only_tokens]
 
     def sample_rows_for(self, bucket: Bucket) -> int:
         """Rows of logits that a bucket's forward pass gives."""
@@ -70,6 +73,8 @@ class Buckets:
         if len(batch.prefill) > self.prefill_rows:
             raise ValueError(f"{len(batch.prefill)} prefill chunks exceed the {self.prefill_rows} that were compiled")
         tokens = batch.num_tokens - rows
+        if not rows and self.prefill_only_tokens:
+            return Bucket(0, self.prefill_rows, _smallest(self.prefill_only_tokens, tokens, "prefill tokens"))
         return Bucket(
             _smallest(self.mixed_decode_rows, rows, "decode rows beside prefill"),
             self.prefill_rows,
@@ -87,19 +92,24 @@ def make_buckets(
 ) -> Buckets:
     """Powers of two up to each limit, and the limit itself: every size is a program that a start has to compile.
 
+    Where there may be many programs, a step in which nobody decodes has its own, without a row for those who do, and with
+    sizes between the powers of two: padding there is what the first token waits for.
+
     Args:
         few_programs: coarser steps between sizes, where compiling takes longer than padding costs (a CPU).
         num_speculative_tokens: drafts of a row at most; 0: the engine does not speculate.
     """
     lengths = draft_lengths(num_speculative_tokens, few_programs=few_programs)
-    smallest_prefill = min(_SMALLEST_PREFILL, max_num_batched_tokens)
+    prefill_tokens = _growing(
+        min(_SMALLEST_PREFILL, max_num_batched_tokens), max_num_batched_tokens, 4 if few_programs else 2
+    )
     decode_rows = _growing(1, max_num_seqs, 4) if few_programs else _decode_rows(max_num_seqs)
     mixed_decode_rows = _mixed_decode_rows(max_num_seqs, few_programs)
-    most_rows = max(max_num_seqs, mixed_decode_rows[-1] + max_prefill_rows)
+    most_rows = max(max_num_seqs, max(mixed_decode_rows, default=0) + max_prefill_rows)
     return Buckets(
         decode_rows=decode_rows,
         mixed_decode_rows=mixed_decode_rows,
-        prefill_tokens=_growing(smallest_prefill, max_num_batched_tokens, 4 if few_programs else 2),
+        prefill_tokens=prefill_tokens,
         prefill_rows=max_prefill_rows,
         sample_rows=tuple(sorted({1, most_rows}))
         if few_programs
@@ -109,6 +119,7 @@ def make_buckets(
         draft_lengths=lengths,
         drafting_rows=_drafting_rows(decode_rows, max_num_batched_tokens, lengths),
         verify_modes=("greedy", "full") if few_programs else ("greedy", "filtered", "full"),
+        prefill_only_tokens=() if few_programs else _with_halves(prefill_tokens),
     )
 
 
@@ -146,8 +157,10 @@ def _decode_rows(max_num_seqs: int) -> tuple[int, ...]:
 
 def _mixed_decode_rows(max_num_seqs: int, few_programs: bool) -> tuple[int, ...]:
     most = max_num_seqs - 1  # one slot at least prefills
-    if few_programs or most == 0:
+    if few_programs:
         return (most,)
+    if most == 0:
+        return ()
     # Multiples of eight: the prefill rows that follow must start where kernels may read from, at multiples of 256 bytes.
     return _growing(min(16, -(-most // 8) * 8), -(-most // 8) * 8, 2)
 
@@ -159,6 +172,12 @@ def _growing(first: int, last: int, factor: int) -> tuple[int, ...]:
         sizes.append(size)
         size *= factor
     return (*sizes, last)
+
+
+def _with_halves(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Each size, and the middle between two of them where products' tiles, of 64 tokens, make it a size of its own."""
+    halves = {(low + high) // 2 for low, high in pairwise(sizes)}
+    return tuple(sorted({*sizes, *(half for half in halves if half % _SMALLEST_PREFILL == 0)}))
 
 
 def _smallest(sizes: tuple[int, ...], needed: int, what: str) -> int:

@@ -53,6 +53,7 @@ def lean_engine(
         decode_rows=(3,),
         mixed_decode_rows=(2,),
         prefill_tokens=(16,),
+        prefill_only_tokens=(12, 16),
         prefill_rows=3,
         sample_rows=(5,),
         sampling_modes=("full",),

@@ -89,6 +89,14 @@ def test_padding_at_most_doubles_a_step_that_is_not_small() -> None:
         assert buckets.for_batch(step(0, [tokens])).prefill_tokens < 2 * tokens
 
 
+def test_a_step_in_which_nobody_decodes_has_no_decode_rows_and_at_most_a_third_of_padding() -> None:
+    buckets = buckets_of(64, 2048, 16)
+    for tokens in range(129, 2048, 7):
+        bucket = buckets.for_batch(step(0, [tokens]))
+        assert bucket.decode_rows == 0
+        assert bucket.prefill_tokens <= 1.5 * tokens
+
+
 def test_few_programs_are_fewer() -> None:
     few = make_buckets(16, 256, 4, few_programs=True)
     many = make_buckets(16, 256, 4, few_programs=False)
