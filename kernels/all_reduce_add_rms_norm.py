@@ -1,0 +1,72 @@
+"""The sum over devices, the residual add and the norm after it: validation and the choice of implementation."""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxserve.kernels.add_rms_norm import add_rms_norm
+from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import (
+    all_reduce_add_rms_norm_mosaic_gpu,
+    unsupported_reason,
+)
+from jaxserve.kernels.all_reduce_add_rms_norm_xla import all_reduce, all_reduce_add_rms_norm_xla
+from jaxserve.kernels.hopper import takes_kernel
+from jaxserve.kernels.peer_memory import PeerMemory
+
+Implementation = Literal["mosaic_gpu", "xla"]
+
+
+def all_reduce_add_rms_norm(
+    x: Float[Array, "rows size"],
+    update: Float[Array, "*parts rows size"],
+    weight: Float[Array, " size"],
+    eps: float,
+    *,
+    axis: str,
+    peers: PeerMemory | None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
+    """Computes t = x + the sum of update over devices, and t / sqrt(mean(t²) + eps) * weight (arXiv:1910.07467).
+
+    Runs inside `jax.shard_map`, on every device of the axis alike. All devices get the same bits.
+
+    Args:
+        x: the residual stream, the same on all devices.
+        update: this device's part of what is added to it, in x's dtype; or float32 [parts, rows, size], whose sum over
+            the parts it is.
+        weight: the norm's factors, in any float dtype.
+        axis: of the mesh, over which `update` is summed.
+        peers: this device's part of `make_peer_memory`'s result, over the same axis, for the Hopper kernel.
+        implementation: None takes the Hopper kernel where `peers` is given and it can run, and else XLA's all-reduce and
+            `add_rms_norm`. A name asks for that one; "xla" is plain XLA throughout.
+
+    Returns:
+        The sum t, which the kernel rounds once and XLA once more for each device, and its norm, both in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+        NotImplementedError: implementation="mosaic_gpu" for a case that the kernel does not cover.
+    """
+    dtype = jnp.float32 if update.ndim == 3 else x.dtype
+    if x.ndim != 2 or update.shape[-2:] != x.shape or update.ndim > 3 or update.dtype != dtype:
+        raise ValueError(
+            f"x {x.dtype}{x.shape} and update {update.dtype}{update.shape} must be alike, [rows, size], or update float32 "
+            "[parts, rows, size]"
+        )
+    if weight.shape != x.shape[1:]:
+        raise ValueError(f"{weight.shape=} must be [size={x.shape[1]}]")
+
+    def reason() -> str | None:
+        return "peers=None" if peers is None else unsupported_reason(x, update, peers.layout)
+
+    # Without peers, or with more rows than they are for, XLA's all-reduce is what was chosen, not a fall-back.
+    is_expected = peers is not None and x.shape[0] <= peers.layout.max_rows
+    if takes_kernel("all_reduce_add_rms_norm", implementation, reason, is_expected=is_expected) and peers is not None:
+        total, normed = all_reduce_add_rms_norm_mosaic_gpu(
+            x[None], update[None], weight, peers.table, eps=eps, layout=peers.layout
+        )
+        return total[0], normed[0]
+    if implementation == "xla":
+        return all_reduce_add_rms_norm_xla(x, update, weight, eps, axis)
+    return add_rms_norm(x, all_reduce(x.dtype, update, axis), weight, eps)

@@ -1,0 +1,121 @@
+"""all_reduce_add_rms_norm against its definition in numpy, and the layout of what devices share."""
+
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxserve.kernels.all_reduce_add_rms_norm import all_reduce_add_rms_norm
+from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import all_reduce_add_rms_norm_mosaic_gpu, unsupported_reason
+from jaxserve.kernels.peer_memory import EMPTY, PeerLayout, address_table, empty_memory, make_peer_memory
+from tests.kernels.all_reduce_add_rms_norm_cases import AXIS, EPS, check, make_problem, on_mesh
+
+needs_mosaic = pytest.mark.skipif(
+    not (0, 11) <= jax.__version_info__ < (0, 12),
+    reason=f"jax {jax.__version__} can't lower or interpret this kernel; 0.11 can",
+)
+
+
+def mesh_of(ranks: int) -> Mesh:
+    return Mesh(np.asarray(jax.devices()[:ranks]), (AXIS,))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(("ranks", "parts"), [(2, None), (4, 3), (8, None)])
+def test_matches_the_definition(ranks: int, parts: int | None, implementation: str | None):
+    problem = make_problem(ranks, 3, 256, parts)
+    # A rounding of each device's sum, one of each addition, one of the total.
+    check(problem, on_mesh(mesh_of(ranks), implementation)(*problem, None), roundings=2 * ranks)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("ranks", "rows", "size", "parts"), [(2, 3, 1024, None), (4, 2, 2048, 2)])
+def test_hopper_kernel_rounds_the_sum_once(ranks: int, rows: int, size: int, parts: int | None):
+    """All but the exchange, which nothing but a GPU can run: the interpreter reads what it would bring."""
+    x, update, weight = problem = make_problem(ranks, rows, size, parts)
+    layout = PeerLayout(ranks, rows, 4 * size)
+    kernel = functools.partial(
+        all_reduce_add_rms_norm_mosaic_gpu, eps=EPS, layout=layout, interpret=plgpu.InterpretGPUParams()
+    )
+    table = jnp.zeros((ranks, layout.table_words), jnp.int32)
+    check(problem, kernel(jnp.tile(x[None], (ranks, 1, 1)), update, weight, table), roundings=1)
+
+
+def test_every_device_finds_the_others_by_the_bits_in_which_ranks_differ():
+    addresses = [0x7F00_0000_0000 + 0x1234_5678 * rank for rank in range(4)]
+    table = address_table(addresses)
+    assert table.dtype == np.int32
+    assert table.shape == (4, PeerLayout(4, 1, 128).table_words)
+    found = table.view(np.int64)
+    for rank in range(4):
+        for place in range(4):
+            assert found[rank, place] == addresses[rank ^ place]
+            # What a device calls `place` calls it by the same number.
+            assert found[rank ^ place, place] == addresses[rank]
+
+
+def test_slots_begin_empty_and_counters_at_zero():
+    layout = PeerLayout(2, 3, 256)
+    memory = np.asarray(empty_memory(layout))
+    counters = layout.counter_bytes // 4
+    assert counters >= 3
+    assert (memory[:counters] == 0).all()
+    assert (memory[counters:] == EMPTY).all()
+    assert memory[counters:].nbytes == 2 * 3 * 2 * 256  # even and odd exchanges, rows, senders
+
+
+@pytest.mark.parametrize(
+    ("numbers", "match"),
+    [((3, 1, 128), "power of two"), ((1, 1, 128), "power of two"), ((2, 0, 128), "max_rows"), ((2, 1, 100), "128")],
+)
+def test_says_what_layout_does_not_fit(numbers: tuple[int, int, int], match: str):
+    with pytest.raises(ValueError, match=match):
+        PeerLayout(*numbers)
+
+
+def test_memory_is_for_all_devices_of_a_mesh():
+    layout = PeerLayout(2, 1, 128)
+    with pytest.raises(ValueError, match="2 devices"):
+        make_peer_memory(mesh_of(4), AXIS, layout)
+    with pytest.raises(ValueError, match="2 devices"):
+        make_peer_memory(mesh_of(2), "dp", layout)
+
+
+def test_each_device_gets_its_own_memory_and_all_addresses():
+    layout = PeerLayout(4, 2, 128)
+    peers = make_peer_memory(mesh_of(4), AXIS, layout)
+    assert peers.memory.shape == (4, layout.words)
+    tables = np.asarray(peers.table).view(np.int64)
+    for shard in peers.memory.addressable_shards:
+        rank = jax.devices().index(shard.device)
+        assert tables[rank, 0] == shard.data.unsafe_buffer_pointer()
+    for shard in peers.table.addressable_shards:
+        assert shard.data.shape == (1, layout.table_words)
+    assert len(set(tables[0])) == 4
+
+
+def test_says_what_does_not_fit():
+    x, update, weight = make_problem(2, 2, 128)
+    call = functools.partial(all_reduce_add_rms_norm, axis=AXIS, peers=None)
+    with pytest.raises(ValueError, match="must be alike"):
+        call(x, update[0, :1], weight, EPS)
+    with pytest.raises(ValueError, match="must be alike"):
+        call(x, update, weight, EPS)  # parts are float32
+    with pytest.raises(ValueError, match=r"weight\.shape"):
+        call(x, update[0], weight[:5], EPS)
+
+
+def test_the_hopper_kernel_is_refused_where_it_cannot_run():
+    x, update, weight = make_problem(2, 2, 1024)
+    with pytest.raises(NotImplementedError, match="can't run here"):
+        all_reduce_add_rms_norm(x, update[0], weight, EPS, axis=AXIS, peers=None, implementation="mosaic_gpu")
+    layout = PeerLayout(2, 2, 2048)
+    assert unsupported_reason(x, update[0], layout) is None
+    assert "more than the 1" in (unsupported_reason(x, update[0], PeerLayout(2, 1, 2048)) or "")
+    assert "longer than" in (unsupported_reason(x, update[0].astype(jnp.float32)[None], layout) or "")
+    assert "multiple of 1024" in (unsupported_reason(x[:, :512], update[0, :, :512], layout) or "")
+    assert "neither" in (unsupported_reason(x.astype(jnp.float32), update[0], layout) or "")
