@@ -150,7 +150,11 @@ class ModelConfig:
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
     """Values from JSON, which has lists for tuples."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return {key: _as_tuple(value) for key, value in values.items()}
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)

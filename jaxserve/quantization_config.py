@@ -19,6 +19,7 @@ class QuantizationConfig:
             a scale for each group of inputs.
         group_size: inputs in a group at most (int4 only; see `jaxserve.models.quantization.group_length`).
         dense_layers, dense_weights: layers, and weights of every layer (fields of `LayerParams`), that stay as they are.
+        dense_parts: single weights that do: the number of a layer, and one of its weights.
         has_input_scales: the checkpoint brings one fixed scale for each product's activations (fp8 only).
     """
 
@@ -27,6 +28,7 @@ class QuantizationConfig:
     has_input_scales: bool = False
     dense_layers: tuple[int, ...] = ()
     dense_weights: tuple[str, ...] = ()
+    dense_parts: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.format not in get_args(QuantizationFormat):
@@ -49,9 +51,15 @@ class QuantizationConfig:
             return QuantizationConfig("int4", 32)
         return QuantizationConfig(name)  # pyright: ignore[reportArgumentType] - the other names are formats
 
+    @property
+    def leaves_some(self) -> bool:
+        """Whether it says of some layers or weights that they stay as they are."""
+        return bool(self.dense_layers or self.dense_weights or self.dense_parts)
+
     def quantizes(self, layer: int, weight: str) -> bool:
         """Whether one of a layer's large weights, a field of `LayerParams`, is quantized."""
-        return layer not in self.dense_layers and weight not in self.dense_weights
+        is_left = layer in self.dense_layers or weight in self.dense_weights or (layer, weight) in self.dense_parts
+        return not is_left
 
     @property
     def name(self) -> str:

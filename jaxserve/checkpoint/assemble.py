@@ -53,10 +53,7 @@ class Assembler:
             CheckpointError: if a tensor is missing, has another shape, or is none of this architecture's.
         """
         present = set(source.names())
-        if config.num_layers > len(present):  # before a list of them is made: a number in a header costs nothing
-            raise CheckpointError(
-                f"{where}: the config says {config.num_layers} layers, but there are {len(present)} tensors in all"
-            )
+        check_number_of_layers(config, len(present), where)
         config = _settle_head(source, names, config, where, present)
         expected = expected_shapes(names, config)
         for name, shape in expected.items():
@@ -76,15 +73,13 @@ class Assembler:
             )
         return Assembler(source, names, config, dtype, expected)
 
-    def source_bytes(self) -> int:
-        """Of all tensors that will be read, in the dtypes in which they are read."""
-        return sum(self._bytes_of(name) for name in self.expected)
-
     def stored_bytes(self) -> int:
         """Of all arrays that will be given: what they take on the disk if nothing else happens to them."""
-        if self.dtype is None:
-            return self.source_bytes()
-        return sum(math.prod(shape) * self.dtype.itemsize for shape in self.expected.values())
+        return sum(self.stored_bytes_of(name) for name in self.expected)
+
+    def stored_bytes_of(self, name: str) -> int:
+        """Of what becomes of one tensor."""
+        return self._bytes_of(name) if self.dtype is None else math.prod(self.expected[name]) * self.dtype.itemsize
 
     def piece_bytes(self, piece: str) -> int:
         """Of all tensors that `piece` reads."""
@@ -174,6 +169,14 @@ class Assembler:
 
     def _bytes_of(self, name: str) -> int:
         return self.source.dtype(name).itemsize * math.prod(self.expected[name])
+
+
+def check_number_of_layers(config: ModelConfig, num_tensors: int, where: str) -> None:
+    """Raises CheckpointError if there are more layers than tensors: before a list of them is made."""
+    if config.num_layers > num_tensors:
+        raise CheckpointError(
+            f"{where}: the config says {config.num_layers} layers, but there are {num_tensors} tensors in all"
+        )
 
 
 def expected_shapes(names: TensorNames, config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -59,6 +59,11 @@ def export(source: str | Path, destination: str | Path, *, progress: Progress) -
         raise CheckpointError(f"{source} is no converted checkpoint: `jaxserve convert` makes one")
     manifest = read_manifest(source)
     check_files(source, manifest)
+    if manifest.model_config.quantization is not None and manifest.quantization == "none":
+        raise CheckpointError(
+            f"{source} came quantized ({manifest.model_config.quantization.name}): its tensors, which are fused and stored "
+            "with other scales here, are in the checkpoint that it was made from"
+        )
     if manifest.model_config.quantization is not None:
         raise CheckpointError(
             f"{source} is quantized ({manifest.model_config.quantization.name}): what was rounded cannot be given back; "

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxserve.checkpoint.assemble import Assembler
-from jaxserve.checkpoint.float8_assemble import Float8Assembler
-from jaxserve.checkpoint.float8_config import float8_form
 from jaxserve.checkpoint.hf_config import family_of_config, model_config_from_hf
 from jaxserve.checkpoint.opened_model import OpenModel, ignored_files
 from jaxserve.checkpoint.safetensors_source import SafetensorsSource, has_safetensors, weight_files
@@ -18,11 +17,14 @@ from jaxserve.checkpoint.tokenizer_files import read_json
 from jaxserve.checkpoint.tokenizer_read import eos_token_ids_from_configs, read_hf_tokenizer
 from jaxserve.checkpoint.torch_source import BinSource, bin_files
 from jaxserve.checkpoint.trusted_files import checked_file
+from jaxserve.checkpoint.vendor_assemble import VendorAssembler
+from jaxserve.checkpoint.vendor_config import VendorForm, vendor_form
 
+QUANTIZATION_FILE = "hf_quant_config.json"
 # All that says what a model is, beside its weights: it travels with a converted checkpoint, and comes back on export.
 SETTING_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", QUANTIZATION_FILE,
 )  # fmt: skip
 
 
@@ -47,13 +49,13 @@ def open_huggingface(folder: Path, dtype: np.dtype | None) -> Iterator[OpenModel
         where=where,
     )
     family = family_of_config(config, where)
-    form = float8_form(config, where)
+    form = _form(folder, config)
     carried = tuple(checked_file(folder, name) for name in SETTING_FILES if (folder / name).exists())
-    weights, source = _weights(folder)
+    weights, source = _weights(folder, integers=form is not None)
     with source:
         files = (*weights, *carried)
         checked = (source, family.names, model_config, dtype, str(folder))
-        assembler = Assembler.checked(*checked) if form is None else Float8Assembler.checked(*checked, form)
+        assembler = Assembler.checked(*checked) if form is None else VendorAssembler.checked(*checked, form)
         yield OpenModel(
             assembler=assembler,
             tokenizer=tokenizer,
@@ -66,8 +68,16 @@ def open_huggingface(folder: Path, dtype: np.dtype | None) -> Iterator[OpenModel
         )
 
 
-def _weights(folder: Path) -> tuple[list[Path], SafetensorsSource | BinSource]:
+def _form(folder: Path, config: Mapping[str, Any]) -> VendorForm | None:
+    """How the weights are quantized, if they are: config.json says it, or a file of its own (modelopt's first versions)."""
+    if "quantization_config" in config or not (folder / QUANTIZATION_FILE).exists():
+        return vendor_form(config, str(folder / "config.json"))
+    path = checked_file(folder, QUANTIZATION_FILE)
+    return vendor_form({"quantization_config": {"quant_method": "modelopt", **read_json(path)}}, str(path))
+
+
+def _weights(folder: Path, *, integers: bool) -> tuple[list[Path], SafetensorsSource | BinSource]:
     """Safetensors where there are some; pickled weights otherwise."""
     if not has_safetensors(folder) and (pickled := bin_files(folder)):
-        return pickled, BinSource(pickled)
-    return weight_files(folder), SafetensorsSource(folder)
+        return pickled, BinSource(pickled, integers=integers)
+    return weight_files(folder), SafetensorsSource(folder, integers=integers)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.checkpoint.assemble import Assembler
-from jaxserve.checkpoint.float8_assemble import Float8Assembler
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles
+from jaxserve.checkpoint.vendor_assemble import VendorAssembler
 
 # What a folder may hold beside a model without anyone missing it in a converted one.
 _NOT_WORTH_A_WARNING = ("README", "LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "checklist.chk", ".")
@@ -27,7 +27,7 @@ class OpenModel:
         architecture: its Hugging Face name, such as "LlamaForCausalLM".
     """
 
-    assembler: Assembler | Float8Assembler
+    assembler: Assembler | VendorAssembler
     tokenizer: TokenizerFiles | None
     files: tuple[Path, ...]
     carried: tuple[Path, ...]

@@ -27,7 +27,12 @@ _DTYPES = {
     "F8_E4M3": FLOAT8_E4M3,
     "F8_E5M2": FLOAT8_E5M2,
 }
-_INTEGERS = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64), "BOOL": np.dtype(np.bool_)}
+_INTEGERS = {
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
+}
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -71,7 +76,7 @@ class SafetensorsSource:
         """Checks every file's header.
 
         Args:
-            integers: tensors may hold whole numbers as well, such as tables of tokens.
+            integers: tensors may hold whole numbers as well, such as tables of tokens, or quantized weights.
 
         Raises:
             CheckpointError: if a file is missing, short, malformed or outside, or lacks a tensor that the index has.

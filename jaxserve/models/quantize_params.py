@@ -24,7 +24,7 @@ def quantization_for(model: ModelConfig, asked: QuantizationConfig) -> Quantizat
 
     In models with fewer than a billion weights these are the first and the last layer, and `wqkv` and `w_down` of all.
     """
-    if asked.format not in ("fp8", "fp8-weight-only") or asked.dense_layers or asked.dense_weights:
+    if asked.format not in ("fp8", "fp8-weight-only") or asked.leaves_some:
         return asked
     dense = param_specs(dataclasses.replace(model, quantization=None))
     num_weights = sum(spec.size for spec in jax.tree.leaves(dense))

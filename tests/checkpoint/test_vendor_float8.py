@@ -2,98 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.float8_config import float8_form
 from jaxserve.checkpoint.quantize import quantization_step
-from jaxserve.checkpoint.safetensors_source import SafetensorsSource
-from jaxserve.checkpoint.store import LoadedCheckpoint, load_checkpoint
+from jaxserve.checkpoint.store import load_checkpoint
+from jaxserve.checkpoint.vendor_config import vendor_form
 from jaxserve.config import QuantizationConfig
-from jaxserve.models.quantization import dequantize
 from jaxserve.progress import NoProgress
 from tests.checkpoint.files import edit_config
-from tests.tiny_model import write_tiny_llama
-
-FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-MODULES = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-    "mlp.down_proj",
-)  # fmt: skip
-
-
-def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    with SafetensorsSource(folder) as source:
-        return {name: source.read(name) for name in source.names()}
-
-
-def compressed_tensors(strategy: str, activations: dict[str, Any] | None, **others: Any) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    return {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
-        "ignore": ["lm_head"], **others,
-    }  # fmt: skip
-
-
-PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-PER_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-CHANNELS = compressed_tensors("channel", PER_TOKEN)
-FP8_STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-
-
-def write_float8(folder: Path, form: dict[str, Any], *, per_channel: bool, inputs: bool, keys: bool = False) -> Path:
-    """A tiny Llama whose layers' weights are float8 with scales, as a vendor would have made it."""
-    write_tiny_llama(folder)
-    edit_config(folder, quantization_config=form)
-    tensors = {name: values.astype(ml_dtypes.bfloat16) for name, values in tensors_of(folder).items()}
-    rng = np.random.default_rng(1)
-    for layer in range(2):
-        for module in MODULES:
-            name = f"model.layers.{layer}.{module}"
-            wide = tensors[f"{name}.weight"].astype(np.float32)
-            largest = np.abs(wide).max(axis=1, keepdims=True) if per_channel else np.abs(wide).max(keepdims=True)[0]
-            scale = (largest / 448).astype(ml_dtypes.bfloat16 if per_channel else np.float32)
-            tensors[f"{name}.weight"] = (wide / scale.astype(np.float32)).astype(FLOAT8)
-            tensors[f"{name}.weight_scale"] = scale
-            if inputs:
-                tensors[f"{name}.input_scale"] = rng.uniform(0.01, 0.02, ()).astype(np.float32)
-        if keys:
-            tensors[f"model.layers.{layer}.self_attn.k_proj.k_scale"] = np.float32([0.5 + layer])
-            tensors[f"model.layers.{layer}.self_attn.v_proj.v_scale"] = np.float32([0.25])
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def weights_of(folder: Path, layer: int, modules: tuple[str, ...]) -> list[np.ndarray]:
-    """What the file says that the weights are: float32 [out, in]."""
-    tensors = tensors_of(folder)
-    return [
-        tensors[f"model.layers.{layer}.{module}.weight"].astype(np.float32)
-        * tensors[f"model.layers.{layer}.{module}.weight_scale"].astype(np.float32)
-        for module in modules
-    ]
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> Callable[..., tuple[Path, LoadedCheckpoint]]:
-    def write_and_load(form: dict[str, Any], **options: Any) -> tuple[Path, LoadedCheckpoint]:
-        source = write_float8(tmp_path / "model", form, **options)
-        return source, load_checkpoint(
-            convert(source, tmp_path / "out", progress=NoProgress()), "float32", NoProgress()
-        )
-
-    return write_and_load
-
+from tests.checkpoint.vendor_files import (
+    CHANNELS,
+    FP8_STATIC,
+    MODULES,
+    PER_TENSOR,
+    PER_TOKEN,
+    assert_weights_are_those_of,
+    compressed_tensors,
+    tensors_of,
+    write_and_load,
+    write_float8,
+)
 
 FORMS = {
     "scales for channels": (CHANNELS, {"per_channel": True, "inputs": False}),
@@ -102,29 +39,28 @@ FORMS = {
     "fp8, static": (FP8_STATIC, {"per_channel": False, "inputs": True}),
     "fp8, dynamic": ({"quant_method": "fp8"}, {"per_channel": False, "inputs": False}),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, {"per_channel": False, "inputs": True}),
+    "modelopt, scales for channels": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        {"per_channel": True, "inputs": False},
+    ),
+    "fbgemm": ({"quant_method": "fbgemm_fp8"}, {"per_channel": True, "inputs": False}),
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_weights_are_the_vendors(name: str, load: Callable[..., tuple[Path, LoadedCheckpoint]]) -> None:
+def test_weights_are_the_vendors(name: str, tmp_path: Path) -> None:
     form, options = FORMS[name]
-    source, loaded = load(form, **options)
+    source, loaded = write_and_load(tmp_path, form, **options)
     quantization = loaded.model_config.quantization
     assert quantization == QuantizationConfig(
         "fp8-weight-only" if name == "weights only" else "fp8", has_input_scales=options["inputs"]
     )
-    for number, layer in enumerate(loaded.params.layers):
-        assert layer.wqkv.values.dtype == jnp.float8_e4m3fn
-        q, k, v, o, gate, up, down = weights_of(source, number, MODULES)
-        by_head = [part.reshape(2, -1, 16, 64) for part in (q, k, v)]
-        np.testing.assert_array_equal(dequantize(layer.wqkv), np.concatenate(by_head, axis=1).transpose(3, 0, 1, 2))
-        np.testing.assert_array_equal(dequantize(layer.wo), o.T.reshape(2, 2, 16, 64))
-        np.testing.assert_array_equal(dequantize(layer.w_gate_up), np.stack([gate, up]).transpose(2, 0, 1))
-        np.testing.assert_array_equal(dequantize(layer.w_down), down.T)
+    assert loaded.params.layers[0].wqkv.values.dtype == jnp.float8_e4m3fn
+    assert_weights_are_those_of(source, loaded)
 
 
-def test_input_scales_of_what_is_fused_are_the_largest(load: Callable[..., tuple[Path, LoadedCheckpoint]]) -> None:
-    source, loaded = load(FP8_STATIC, per_channel=False, inputs=True)
+def test_input_scales_of_what_is_fused_are_the_largest(tmp_path: Path) -> None:
+    source, loaded = write_and_load(tmp_path, FP8_STATIC, per_channel=False, inputs=True)
     tensors = tensors_of(source)
     layer = loaded.params.layers[1]
     for weight, modules in ((layer.wqkv, MODULES[:3]), (layer.wo, MODULES[3:4]), (layer.w_gate_up, MODULES[4:6])):
@@ -133,12 +69,25 @@ def test_input_scales_of_what_is_fused_are_the_largest(load: Callable[..., tuple
         assert weight.input_scale.shape == ()
 
 
-def test_scales_of_keys_and_values(load: Callable[..., tuple[Path, LoadedCheckpoint]]) -> None:
+def test_scales_of_keys_and_values(tmp_path: Path) -> None:
     form = compressed_tensors("channel", PER_TOKEN, kv_cache_scheme=PER_TENSOR)
-    _, loaded = load(form, per_channel=True, inputs=False, keys=True)
+    _, loaded = write_and_load(tmp_path, form, per_channel=True, inputs=False, keys=True)
     assert loaded.model_config.kv_cache_scales
     assert [float(layer.k_scale) for layer in loaded.params.layers] == [0.5, 1.5]
     assert [float(layer.v_scale) for layer in loaded.params.layers] == [0.25, 0.25]
+
+
+def test_the_quantization_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """As modelopt's first versions wrote it."""
+    form = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    source = write_float8(tmp_path / "model", {}, per_channel=False, inputs=True, keys=True)
+    edit_config(source, quantization_config=...)
+    (source / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": form}))
+    folder = convert(source, tmp_path / "out", progress=NoProgress())
+    loaded = load_checkpoint(folder, "float32", NoProgress())
+    assert loaded.model_config.quantization == QuantizationConfig("fp8", has_input_scales=True)
+    assert loaded.model_config.kv_cache_scales
+    assert_weights_are_those_of(source, loaded)
 
 
 def test_a_float8_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
@@ -155,6 +104,7 @@ def test_a_float8_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
         ("mlp.up_proj.weight_scale", np.ones((7, 1), np.float32), r"shape \(7, 1\), and must have one number"),
         ("mlp.up_proj.weight", np.ones((128, 64), np.float32), "is float32, but the config says that it is float8"),
         ("self_attn.o_proj.weight_shape", np.ones(2, np.float32), "not part of this architecture"),
+        ("self_attn.o_proj.weight_scale", np.ones((64, 2), np.float32), r"shape \(64, 2\), and must have one number"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str, values: np.ndarray | None, message: str) -> None:
@@ -169,6 +119,8 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str, values: np.n
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 PACKED = compressed_tensors("group", None, format="pack-quantized")
 PACKED["config_groups"]["group_0"]["weights"] |= {"num_bits": 4, "type": "int"}
+CHANNEL_GROUP = CHANNELS["config_groups"]["group_0"]
+TENSOR_GROUP = compressed_tensors("tensor", PER_TOKEN)["config_groups"]["group_0"]
 INT8 = compressed_tensors("channel", PER_TOKEN, format="int-quantized")
 INT8["config_groups"]["group_0"]["weights"] |= {"type": "int"}
 
@@ -189,16 +141,22 @@ INT8["config_groups"]["group_0"]["weights"] |= {"type": "int"}
         ({**CHANNELS, "config_groups": {}}, "config_groups={} is not supported"),
         (compressed_tensors("block", PER_TOKEN), "scales for each 'block'"),
         (compressed_tensors("channel", {**PER_TOKEN, "type": "int"}), "input_activations=.*not supported"),
-        ({**CHANNELS, "ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "leaves 'model.layers.0.mlp.down_proj'"),
+        ({**CHANNELS, "config_groups": {"a": CHANNEL_GROUP, "b": TENSOR_GROUP}}, "there must be one, or several alike"),
+        ({**CHANNELS, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not supported"),
+        ({**CHANNELS, "transform_config": {"config_groups": {"R1": {}}}}, "rotated activations are not supported"),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": "lm_head"},
+            "modules_to_not_convert='lm_head' must be a list",
+        ),
         ({**FP8_STATIC, "activation_scheme": "odd"}, "activation_scheme='odd' must be"),
     ],
 )
 def test_other_quantized_forms_are_refused_with_one_line(form: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as refusal:
-        float8_form({"quantization_config": form}, "config.json")
+        vendor_form({"quantization_config": form}, "config.json")
     assert "\n" not in str(refusal.value) and str(refusal.value).startswith("config.json: ")
 
 
 def test_a_config_without_quantization() -> None:
-    assert float8_form({}, "config.json") is None
-    assert float8_form({"quantization_config": None}, "config.json") is None
+    assert vendor_form({}, "config.json") is None
+    assert vendor_form({"quantization_config": None}, "config.json") is None

@@ -1,0 +1,140 @@
+"""From a vendor's quantized checkpoint to quantized weights: its numbers and scales as they are, in the fused layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.checkpoint.assemble import Assembler, check_number_of_layers, transposed
+from jaxserve.checkpoint.pieces import EMBEDDING_PIECE, HEAD_PIECE, piece_names
+from jaxserve.checkpoint.tensor_names import TensorNames
+from jaxserve.checkpoint.tensor_source import TensorSource
+from jaxserve.checkpoint.vendor_config import VendorForm
+from jaxserve.checkpoint.vendor_source import VendorSource
+from jaxserve.checkpoint.vendor_tensors import LayerTensors, check_layer, check_left, layer_tensors
+from jaxserve.config import ModelConfig, QuantizationConfig
+from jaxserve.models.params import QUANTIZABLE
+
+
+@dataclass(frozen=True)
+class VendorAssembler:
+    """Reads one quantized model, a piece at a time, as `Assembler` does a dense one. `checked` makes one.
+
+    Attributes:
+        dense: reads the weights' numbers, and all that is not quantized.
+        layers: of each layer, the tensors that its quantized weights have beside their numbers.
+    """
+
+    dense: Assembler
+    source: TensorSource
+    form: VendorForm
+    config: ModelConfig
+    layers: tuple[LayerTensors, ...]
+
+    @staticmethod
+    def checked(
+        source: TensorSource,
+        names: TensorNames,
+        config: ModelConfig,
+        dtype: np.dtype | None,
+        where: str,
+        form: VendorForm,
+    ) -> VendorAssembler:
+        """Compare what the file holds with what the config says; arguments as of `Assembler.checked`.
+
+        Raises:
+            CheckpointError: as `Assembler.checked`; or if a weight is quantized where the config says that it is not, or
+                the other way round, or a scale is missing or misshaped.
+        """
+        present = frozenset(source.names())
+        check_number_of_layers(config, len(present), where)
+        layers = tuple(layer_tensors(names, layer, form, present, where) for layer in range(config.num_layers))
+        check_left(source, names, layers, form, where)
+        hidden = frozenset(name for layer in layers for name in layer.beside)
+        packed = {name: held for layer in layers for name, held in layer.packed.items()}
+        view = VendorSource(source, hidden, packed, form.number_bits)
+        dense = Assembler.checked(view, names, config, dtype, where)
+        for layer in layers:
+            check_layer(source, layer, form, dense, where)
+        quantized = dataclasses.replace(
+            dense.config, quantization=_quantization(form, layers), kv_cache_scales=form.has_kv_scales
+        )
+        return VendorAssembler(dense, source, form, quantized, layers)
+
+    def stored_bytes(self) -> int:
+        """Of all arrays that will be given."""
+        quantized = {name for layer in self.layers for name in layer.weights}
+        dense = sum(self.dense.stored_bytes_of(name) for name in self.dense.expected if name not in quantized)
+        numbers = sum(math.prod(self.dense.expected[name]) for name in quantized) * self.form.number_bits // 8
+        scales = sum(4 * math.prod(self.source.shape(name)) for layer in self.layers for name in layer.beside)
+        return dense + numbers + scales
+
+    def piece_bytes(self, piece: str) -> int:
+        """Of all tensors that `piece` reads, but for scales."""
+        return self.dense.piece_bytes(piece)
+
+    def piece(self, piece: str, advance: Callable[[int], None]) -> dict[str, np.ndarray]:
+        """The arrays of one of `piece_names(config)`, by their names within it: "wqkv/values", "wqkv/scales"."""
+        arrays = self.dense.piece(piece, advance)
+        if piece in (EMBEDDING_PIECE, HEAD_PIECE):
+            return arrays
+        layer = self.layers[piece_names(self.config).index(piece) - 1]
+        for name in layer.scales:
+            arrays[f"{name}/values"] = self._values(name, arrays.pop(name))
+            arrays[f"{name}/scales"] = self._weight_scales(name, layer.scales[name])
+            if self.form.quantization.has_input_scales:
+                # What is fused was quantized apart, for one input: the largest scale cuts no module's.
+                parts = [self._scalar(part) for part in layer.input_scales[name]]
+                arrays[f"{name}/input_scale"] = np.asarray(max(parts), np.float32)
+        for name, tensor in layer.kv_scales.items():
+            arrays[name] = np.asarray(self._scalar(tensor), np.float32)
+        return arrays
+
+    def _values(self, name: str, dense: np.ndarray) -> np.ndarray:
+        """The vendor's numbers [*outputs, *inputs], of an array [*inputs, *outputs] that holds them exactly."""
+        num_inputs = QUANTIZABLE[name]
+        inputs, outputs = dense.shape[:num_inputs], dense.shape[num_inputs:]
+        matrix = dense.astype(self.form.number_dtype, copy=False).reshape(math.prod(inputs), math.prod(outputs))
+        return transposed(matrix).reshape(*outputs, *inputs)
+
+    def _weight_scales(self, name: str, tensors: tuple[str, ...]) -> np.ndarray:
+        """Float32 [*outputs]: a module with one scale gives it to each of its outputs."""
+        config, sizes = self.config, self._output_sizes(name)
+        scales = [self.source.read(tensor).astype(np.float32).reshape(-1) for tensor in tensors]
+        if len(scales) == 1 and len(sizes) > 1 and scales[0].size > 1:  # fused in the file too
+            scales = np.split(scales[0], np.cumsum(sizes)[:-1])
+        elif len(scales) == 1:
+            scales = scales * len(sizes)
+        parts = [np.broadcast_to(tensor, (size,)) for tensor, size in zip(scales, sizes, strict=True)]
+        if name == "wqkv":
+            return np.concatenate([part.reshape(config.num_kv_heads, -1, config.head_dim) for part in parts], axis=1)
+        return np.stack(parts) if name == "w_gate_up" else np.ascontiguousarray(parts[0])
+
+    def _output_sizes(self, name: str) -> tuple[int, ...]:
+        config = self.config
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return {
+            "wqkv": (q, kv, kv),
+            "wo": (config.hidden_size,),
+            "w_gate_up": (config.intermediate_size, config.intermediate_size),
+            "w_down": (config.hidden_size,),
+        }[name]
+
+    def _scalar(self, name: str) -> float:
+        return float(self.source.read(name).astype(np.float32).reshape(()))
+
+
+def _quantization(form: VendorForm, layers: tuple[LayerTensors, ...]) -> QuantizationConfig | None:
+    """The form's, with all that is left as it is; None: that is everything."""
+    left = {(number, name) for number, layer in enumerate(layers) for name in QUANTIZABLE if name not in layer.scales}
+    whole_layers = tuple(number for number in range(len(layers)) if all((number, name) in left for name in QUANTIZABLE))
+    if len(whole_layers) == len(layers):
+        return None
+    others = [number for number in range(len(layers)) if number not in whole_layers]
+    weights = tuple(name for name in QUANTIZABLE if all((number, name) in left for number in others))
+    parts = tuple(sorted((number, name) for number, name in left if number in others and name not in weights))
+    return dataclasses.replace(form.quantization, dense_layers=whole_layers, dense_weights=weights, dense_parts=parts)

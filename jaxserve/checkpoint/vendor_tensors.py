@@ -1,0 +1,139 @@
+"""Which tensors a layer of a vendor's quantized checkpoint has beside its weights' numbers, checked before any is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jaxserve.checkpoint.assemble import Assembler
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.tensor_names import TensorNames
+from jaxserve.checkpoint.tensor_source import TensorSource
+from jaxserve.checkpoint.vendor_config import VendorForm
+
+# The modules that each weight is fused of; they share their input, and so its scale.
+_WEIGHTS = {"wqkv": ("q", "k", "v"), "wo": ("o",), "w_gate_up": ("gate", "up"), "w_down": ("down",)}
+# Ends of the names that vendors give the scale of keys; that of values has v for k.
+_KV_SCALE_ENDS = ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale")
+_PACKED_END = "_packed"
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """Names of one layer's tensors, by the weights (fields of `LayerParams`) that are quantized.
+
+    Attributes:
+        scales, input_scales: one for each module that the file holds apart.
+        kv_scales: by "k_scale" and "v_scale"; empty where there are none.
+        weights: of the quantized numbers, as modules that are not quantized would call them.
+        packed: of these, the names of those that are packed into words.
+        unused: of tensors that say nothing more.
+    """
+
+    scales: Mapping[str, tuple[str, ...]]
+    input_scales: Mapping[str, tuple[str, ...]]
+    kv_scales: Mapping[str, str]
+    weights: tuple[str, ...]
+    packed: Mapping[str, str]
+    unused: tuple[str, ...]
+
+    @property
+    def beside(self) -> list[str]:
+        """All that are no weights."""
+        groups = (*self.scales.values(), *self.input_scales.values(), self.kv_scales.values(), self.unused)
+        return [name for group in groups for name in group]
+
+
+def layer_tensors(
+    names: TensorNames, layer: int, form: VendorForm, present: frozenset[str], where: str
+) -> LayerTensors:
+    """Of one layer, as the form has them.
+
+    Raises:
+        CheckpointError: one is missing, or of modules that are one weight here some are quantized and some are not.
+    """
+    scales: dict[str, tuple[str, ...]] = {}
+    input_scales: dict[str, tuple[str, ...]] = {}
+    weights: list[str] = []
+    for weight, modules in _WEIGHTS.items():
+        fused = names.fused(modules) if len(modules) > 1 else None
+        held = modules if fused is None else (fused,)
+        own = [names.in_layer(layer, module) for module in held]
+        if not _is_quantized(own, form, where):
+            continue
+        weights += own
+        scales[weight] = tuple(names.in_layer(layer, module, "weight_scale") for module in held)
+        if form.quantization.has_input_scales:
+            input_scales[weight] = tuple(names.in_layer(layer, module, "input_scale") for module in held)
+    kv_scales = _kv_scales(names.layer.format(layer=layer), present) if form.has_kv_scales else {}
+    packed = {name: name + _PACKED_END for name in weights} if form.is_packed else {}
+    unused = tuple(name + end for name in weights for end in form.unused_ends if name + end in present)
+    found = LayerTensors(scales, input_scales, kv_scales, tuple(weights), packed, unused)
+    for name in (*found.beside, *packed.values()):
+        if name not in present:
+            raise CheckpointError(f"{where}: tensor {name!r} is missing: fetch the checkpoint again")
+    return found
+
+
+def _is_quantized(weights: list[str], form: VendorForm, where: str) -> bool:
+    modules = [name.removesuffix(".weight") for name in weights]
+    quantized = [module for module in modules if form.modules.quantizes(module)]
+    if 0 < len(quantized) < len(modules):
+        others = [module for module in modules if module not in quantized]
+        raise CheckpointError(
+            f"{where}: {quantized[0]!r} is quantized and {others[0]!r} is not, but both are one weight here: use the "
+            "checkpoint that is not quantized, with --quantization"
+        )
+    return bool(quantized)
+
+
+def _kv_scales(prefix: str, present: frozenset[str]) -> dict[str, str]:
+    found = {}
+    for letter in ("k", "v"):
+        candidates = [prefix + end.replace("k_", f"{letter}_") for end in _KV_SCALE_ENDS]
+        found[f"{letter}_scale"] = next((name for name in candidates if name in present), candidates[0])
+    return found
+
+
+def check_left(
+    source: TensorSource, names: TensorNames, layers: Iterable[LayerTensors], form: VendorForm, where: str
+) -> None:
+    """Raises CheckpointError if something is quantized that the config leaves, or that never is here."""
+    quantized = {name for layer in layers for name in layer.weights}
+    for name in source.names():
+        weight = name.removesuffix(_PACKED_END)
+        if weight in quantized or not weight.endswith(".weight"):
+            continue
+        if weight == name and source.dtype(name) != form.number_dtype:
+            continue
+        if weight in (names.lm_head, names.embedding):
+            raise CheckpointError(
+                f"{where}: {weight!r} is quantized ({form.number_name}), which is supported for layers alone: use the "
+                "checkpoint that is not quantized, with --quantization"
+            )
+        raise CheckpointError(
+            f"{where}: tensor {weight!r} is {form.number_name}, but the config leaves it as it was: fetch the "
+            "checkpoint again"
+        )
+
+
+def check_layer(source: TensorSource, layer: LayerTensors, form: VendorForm, dense: Assembler, where: str) -> None:
+    """Raises CheckpointError if dtypes or shapes of what a layer holds are not what the form says."""
+    for name in layer.weights:
+        if dense.source.dtype(name) != form.number_dtype:
+            raise CheckpointError(
+                f"{where}: tensor {name!r} is {dense.source.dtype(name)}, but the config says that it is "
+                f"{form.number_name}"
+            )
+    for group in layer.scales.values():
+        for name in group:
+            outputs = dense.expected[name.removesuffix("weight_scale") + "weight"][0]
+            if math.prod(source.shape(name)) not in (1, outputs):
+                raise CheckpointError(
+                    f"{where}: tensor {name!r} has shape {source.shape(name)}, and must have one number, or one for "
+                    f"each of the {outputs} outputs"
+                )
+    for name in (*(name for group in layer.input_scales.values() for name in group), *layer.kv_scales.values()):
+        if math.prod(source.shape(name)) != 1:
+            raise CheckpointError(f"{where}: tensor {name!r} has shape {source.shape(name)}, and must be one number")
