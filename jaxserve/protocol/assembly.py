@@ -147,22 +147,21 @@ async def chat_completion(answer: Answer) -> ChatCompletion:
 
 async def completion(answer: Answer) -> Completion:
     gathered = await gather(answer)
-    logprobs = await _written(answer.logprobs and answer.logprobs.completion, [choice.logprobs for choice in gathered])
-    echoes = [await _echo(answer, prompt) for prompt in range(len(answer.generations))]
+    echoed = [await _echoed(answer, prompt) for prompt in range(len(answer.generations))]
+    prompts = [index // answer.choices_per_prompt for index in range(len(gathered))]
+    tokens = [(*echoed[prompt], *choice.logprobs) for prompt, choice in zip(prompts, gathered, strict=True)]
+    logprobs = await _written(answer.logprobs and answer.logprobs.completion, tokens)
     prompt_logprobs = None if answer.prompt_logprobs is None else await _prompts(answer)
-    choices: list[CompletionChoice] = []
-    for index, choice in enumerate(gathered):
-        prompt = index // answer.choices_per_prompt
-        text, of_echo = echoes[prompt]
-        choices.append(
-            CompletionChoice(
-                index=index,
-                text=text + choice.text,
-                logprobs=_joined(of_echo, logprobs[index]),
-                finish_reason=choice.finish_reason,
-                **({} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs[prompt]}),
-            )
+    choices = [
+        CompletionChoice(
+            index=index,
+            text=_echo_text(answer, prompt) + choice.text,
+            logprobs=logprobs[index],
+            finish_reason=choice.finish_reason,
+            **({} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs[prompt]}),
         )
+        for index, (prompt, choice) in enumerate(zip(prompts, gathered, strict=True))
+    ]
     return _completion(answer, choices, usage=answer.total_usage())
 
 
@@ -200,16 +199,20 @@ async def chat_completion_chunks(answer: Answer) -> AsyncGenerator[ChatCompletio
 async def completion_chunks(answer: Answer) -> AsyncGenerator[Completion]:
     """For each index: its text, its finish reason; then the usage, if it was asked for."""
     opened: set[int] = set()
+    echoed: dict[int, Sequence[PlacedLogprobs]] = {}
+    writer = answer.logprobs
     async with aclosing(merged_deltas(answer.generations)) as deltas:
         async for delta in deltas:
-            text, of_echo = "", None
-            if delta.index not in opened:
+            text, tokens = delta.text, delta.logprobs
+            if answer.echoes and delta.index not in opened:
                 opened.add(delta.index)
-                text, of_echo = await _echo(answer, delta.index // answer.choices_per_prompt)
-            logprobs = answer.logprobs.completion(delta.logprobs) if answer.logprobs and delta.logprobs else None
-            logprobs = _joined(of_echo, logprobs)
-            if text or delta.text or logprobs:
-                yield _completion_chunk(answer, delta.index, text + delta.text, logprobs=logprobs)
+                prompt = delta.index // answer.choices_per_prompt
+                if prompt not in echoed:
+                    echoed[prompt] = await _echoed(answer, prompt)
+                text, tokens = _echo_text(answer, prompt) + text, (*echoed[prompt], *tokens)
+            logprobs = writer.completion(tokens) if writer and tokens else None
+            if text or logprobs:
+                yield _completion_chunk(answer, delta.index, text, logprobs=logprobs)
             if delta.finish_reason is not None:
                 yield _completion_chunk(answer, delta.index, "", delta.finish_reason)
     if answer.usage != "none":
@@ -225,14 +228,18 @@ async def _written(
     return await asyncio.to_thread(lambda: [write(of_choice) for of_choice in tokens])
 
 
-async def _echo(answer: Answer, prompt: int) -> tuple[str, CompletionLogprobs | None]:
-    """What a prompt's choices start with, once the engine has begun to answer."""
-    if not answer.echoes:
-        return "", None
-    echo, logprobs = answer.echoes[prompt], answer.generations[prompt].prompt_logprobs
-    if answer.logprobs is None or logprobs is None:
-        return echo.text, None
-    return echo.text, await asyncio.to_thread(answer.logprobs.echo, echo.token_ids, logprobs, echo.text)
+def _echo_text(answer: Answer, prompt: int) -> str:
+    """What a prompt's choices start with."""
+    return answer.echoes[prompt].text if answer.echoes else ""
+
+
+async def _echoed(answer: Answer, prompt: int) -> Sequence[PlacedLogprobs]:
+    """The log probabilities that a prompt's choices start with, known once the engine has begun to answer."""
+    logprobs = answer.generations[prompt].prompt_logprobs
+    if not answer.echoes or answer.logprobs is None or logprobs is None:
+        return ()
+    echo = answer.echoes[prompt]
+    return await asyncio.to_thread(answer.logprobs.place_prompt, echo.token_ids, logprobs, echo.text)
 
 
 async def _prompts(answer: Answer) -> list[PromptLogprobs | None]:
@@ -242,12 +249,6 @@ async def _prompts(answer: Answer) -> list[PromptLogprobs | None]:
     if writer is None:
         return [None] * len(logprobs)
     return await asyncio.to_thread(lambda: [writer.prompt(of_prompt) for of_prompt in logprobs])
-
-
-def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
-    if first is None or second is None:
-        return first or second
-    return CompletionLogprobs.joined([first, second])
 
 
 def _chat_chunk(

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jaxserve.engine.request import TokenLogprobs
+from jaxserve.protocol.long_answers import LazyList
 from jaxserve.protocol.responses import ChatLogprobs, CompletionLogprobs, PromptLogprob, TokenLogprob, TopLogprob
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
+ItemT = TypeVar("ItemT")
+WrittenT = TypeVar("WrittenT")
+
+EAGER_TOKENS = 512  # of more, a lazy writer writes each when it is needed
 LEAST_LOGPROB = -9999.0  # what OpenAI's API writes for very unlikely tokens; JSON has no minus infinity
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlacedLogprobs:
     """A token's log probabilities, and where in the choice's text it starts.
 
@@ -68,17 +74,49 @@ def place_prompt(
 
 
 class LogprobWriter:
-    """Writes log probabilities for one request, with as many alternatives as it asked for."""
+    """Writes log probabilities for one request, with as many alternatives as it asked for.
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+    Args:
+        is_lazy: those of many tokens are lists that only `json_pieces` can write, and that take no memory of their own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int, *, is_lazy: bool = False) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._is_lazy = is_lazy
 
     def chat(self, tokens: Sequence[PlacedLogprobs]) -> ChatLogprobs:
         """For messages: each token with its bytes and alternatives."""
-        return ChatLogprobs(content=[self.token(token) for token in tokens], refusal=None)
+        return ChatLogprobs(content=self.content(tokens), refusal=None)
 
-    def token(self, placed: PlacedLogprobs) -> TokenLogprob:
+    def content(self, tokens: Sequence[PlacedLogprobs]) -> Sequence[TokenLogprob]:
+        return self._each(tokens, self._token)
+
+    def completion(self, tokens: Sequence[PlacedLogprobs]) -> CompletionLogprobs:
+        """For completions: parallel lists. A first prompt token has null."""
+        return CompletionLogprobs(
+            text_offset=self._each(tokens, lambda token: token.offset),
+            token_logprobs=self._each(tokens, lambda token: None if token.values is None else _logprob_of(token)),
+            tokens=self._each(tokens, lambda token: self._text(token.token_id, "bytes:")),
+            top_logprobs=self._each(tokens, lambda token: None if token.values is None else self._by_text(token)),
+        )
+
+    def place_prompt(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text: str
+    ) -> list[PlacedLogprobs]:
+        """For completions that start with their prompt. Slow for a long one."""
+        return place_prompt(self._tokenizer, token_ids, logprobs, text)
+
+    def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> Sequence[dict[str, PromptLogprob] | None]:
+        """For `prompt_logprobs`: by token id, the prompt's own token first. A rank is known of alternatives only."""
+        return self._each(logprobs, lambda values: None if values is None else self._by_id(values))
+
+    def _each(self, items: Sequence[ItemT], write: Callable[[ItemT], WrittenT]) -> Sequence[WrittenT]:
+        if self._is_lazy and len(items) > EAGER_TOKENS:
+            return LazyList(items, write)
+        return [write(item) for item in items]
+
+    def _token(self, placed: PlacedLogprobs) -> TokenLogprob:
         top = () if placed.values is None else placed.values.top
         return TokenLogprob(
             token=self._text(placed.token_id),
@@ -90,23 +128,6 @@ class LogprobWriter:
                 if _is_told(logprob)
             ],
         )
-
-    def completion(self, tokens: Sequence[PlacedLogprobs]) -> CompletionLogprobs:
-        """For completions: parallel lists. A first prompt token has null."""
-        return CompletionLogprobs(
-            text_offset=[token.offset for token in tokens],
-            token_logprobs=[None if token.values is None else _logprob_of(token) for token in tokens],
-            tokens=[self._text(token.token_id, "bytes:") for token in tokens],
-            top_logprobs=[None if token.values is None else self._by_text(token) for token in tokens],
-        )
-
-    def echo(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text: str) -> CompletionLogprobs:
-        """For completions that start with their prompt. Slow for a long one."""
-        return self.completion(place_prompt(self._tokenizer, token_ids, logprobs, text))
-
-    def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> list[dict[str, PromptLogprob] | None]:
-        """For `prompt_logprobs`: by token id, the prompt's own token first. A rank is known of alternatives only."""
-        return [None if values is None else self._by_id(values) for values in logprobs]
 
     def _by_text(self, placed: PlacedLogprobs) -> dict[str, float]:
         """The alternatives and the token itself; of tokens with one text, the most likely."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 from pydantic.json_schema import SkipJsonSchema
 
 TextFinishReason = Literal["stop", "length"]
@@ -13,12 +13,29 @@ ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ResponseModel(BaseModel):
-    """Of its parts only those set are written, so that an optional one (`usage` of a chunk) can be left out."""
+    """Of its parts only those set are written, so that an optional one (`usage` of a chunk) can be left out.
+
+    Lists that may be long are not checked when a model is made of them: it is our own code that writes them.
+
+    Attributes:
+        writes_unset: parts that are not set are written too.
+        is_small: no part is ever long.
+    """
 
     model_config = ConfigDict(frozen=True)
+    writes_unset: ClassVar[bool] = False
+    is_small: ClassVar[bool] = False
 
     def to_json(self) -> str:
-        return self.model_dump_json(exclude_unset=True)
+        return self.model_dump_json(exclude_unset=not self.writes_unset)
+
+    def written_fields(self) -> dict[str, Any]:
+        """The parts that JSON shows, by name."""
+        return {
+            name: getattr(self, name)
+            for name, field in type(self).model_fields.items()
+            if not field.exclude and (self.writes_unset or name in self.model_fields_set)
+        }
 
 
 class PromptTokensDetails(ResponseModel):
@@ -48,6 +65,8 @@ class Usage(ResponseModel):
 class TopLogprob(ResponseModel):
     """One of the tokens that were most likely at a place. `token` is escaped where its bytes alone are no text."""
 
+    is_small = True
+
     token: str
     logprob: float
     bytes: list[int]
@@ -62,37 +81,32 @@ class TokenLogprob(TopLogprob):
 class ChatLogprobs(ResponseModel):
     """One entry for each token that counts as completion, those that no text shows (stop tokens) included."""
 
-    content: list[TokenLogprob]
+    content: SkipValidation[Sequence[TokenLogprob]]
     refusal: None
 
 
 class CompletionLogprobs(ResponseModel):
     """Parallel lists, one item for each token; with `echo`, the prompt's come first."""
 
-    text_offset: list[int]  # characters from the start of the choice's text
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-    @staticmethod
-    def joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
-        return CompletionLogprobs(
-            text_offset=[offset for part in parts for offset in part.text_offset],
-            token_logprobs=[logprob for part in parts for logprob in part.token_logprobs],
-            tokens=[token for part in parts for token in part.tokens],
-            top_logprobs=[top for part in parts for top in part.top_logprobs],
-        )
+    text_offset: SkipValidation[Sequence[int]]  # characters from the start of the choice's text
+    token_logprobs: SkipValidation[Sequence[float | None]]
+    tokens: SkipValidation[Sequence[str]]
+    top_logprobs: SkipValidation[Sequence[dict[str, float] | None]]
 
 
 class PromptLogprob(ResponseModel):
     """One candidate for a place in the prompt. `rank` is 1 for the most likely; null if it is not among those asked for."""
+
+    is_small = True
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; the first is null, for nothing stands before it
+PromptLogprobs = Sequence[
+    dict[str, PromptLogprob] | None
+]  # by token id; the first is null, for nothing stands before it
 
 
 class CalledFunction(ResponseModel):
@@ -140,7 +154,7 @@ class ChatCompletion(ResponseModel):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: SkipValidation[PromptLogprobs | None] = None
 
 
 class CalledFunctionDelta(ResponseModel):
@@ -187,7 +201,7 @@ class CompletionChoice(ResponseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: TextFinishReason | None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: SkipValidation[PromptLogprobs | None] = None
 
 
 class Completion(ResponseModel):
@@ -220,8 +234,8 @@ class Tokens(ResponseModel):
 
     count: int
     max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
+    tokens: SkipValidation[list[int]]
+    token_strs: SkipValidation[list[str] | None]
 
 
 class DetokenizedText(ResponseModel):

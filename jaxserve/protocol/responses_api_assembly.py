@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from jaxserve.protocol.assembly import Answer, gather
 from jaxserve.protocol.generation import merged_deltas
-from jaxserve.protocol.responses import TextFinishReason, TokenLogprob
+from jaxserve.protocol.responses import TextFinishReason
 from jaxserve.protocol.responses_api_items import OutputItems
 from jaxserve.protocol.responses_api_objects import (
     IncompleteDetails,
@@ -30,19 +30,20 @@ _STATUS: dict[TextFinishReason, ResponseStatus] = {"stop": "completed", "length"
 async def response(answer: Answer, request: ResponsesRequest) -> ResponseObject:
     """The whole answer."""
     choice = (await gather(answer))[0]
-    logprobs: list[TokenLogprob] = []
-    if answer.logprobs is not None:
-        logprobs = (await asyncio.to_thread(answer.logprobs.chat, choice.logprobs)).content
     status = _STATUS[choice.finish_reason]
-    output = OutputItems(answer.tool_use)
-    for _ in (*output.push(choice.text, logprobs), *output.finish(status)):
-        pass  # only streams tell of what has led to the items
-    return _response(answer, request, status, output.items)
+
+    def items() -> list[OutputItem]:
+        output = OutputItems(answer.tool_use, answer.logprobs)
+        for _ in (*output.push(choice.text, choice.logprobs), *output.finish(status)):
+            pass  # only streams tell of what has led to the items
+        return output.items
+
+    return _response(answer, request, status, await asyncio.to_thread(items))
 
 
 async def response_events(answer: Answer, request: ResponsesRequest) -> AsyncGenerator[ResponseEvent]:
     """The answer as it grows. Nothing is yielded before the first token, as for chat completions."""
-    output = OutputItems(answer.tool_use)
+    output = OutputItems(answer.tool_use, answer.logprobs)
 
     def state_event(kind: str, status: ResponseStatus) -> ResponseEvent:
         state = _response(answer, request, status, list(output.items))
@@ -56,8 +57,7 @@ async def response_events(answer: Answer, request: ResponsesRequest) -> AsyncGen
                 opened = True
                 yield state_event("created", "in_progress")
                 yield state_event("in_progress", "in_progress")
-            told = answer.logprobs.chat(delta.logprobs).content if answer.logprobs and delta.logprobs else []
-            for event in output.push(delta.text, told):
+            for event in output.push(delta.text, delta.logprobs):
                 yield event
             if delta.finish_reason is not None:
                 status = _STATUS[delta.finish_reason]

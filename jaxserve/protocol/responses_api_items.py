@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxserve.protocol.assembly import new_id
+from jaxserve.protocol.logprobs import LogprobWriter, PlacedLogprobs
 from jaxserve.protocol.responses import TokenLogprob
 from jaxserve.protocol.responses_api_objects import (
     ArgumentsDeltaEvent,
@@ -38,15 +39,16 @@ class OutputItems:
         numbers: of events, for all that tell of this answer.
     """
 
-    def __init__(self, use: ToolUse | None) -> None:
+    def __init__(self, use: ToolUse | None, writer: LogprobWriter | None = None) -> None:
         self.items: list[OutputItem] = []
         self.numbers = itertools.count()
         self._finder: CallFinder | None = use.find_calls() if use else None
         self._message: str | None = None  # the id of the open one
         self._texts: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._writer = writer
+        self._logprobs: list[PlacedLogprobs] = []
 
-    def push(self, text: str, logprobs: list[TokenLogprob]) -> Iterator[ResponseEvent]:
+    def push(self, text: str, logprobs: Sequence[PlacedLogprobs]) -> Iterator[ResponseEvent]:
         """Takes the next piece of text. Log probabilities go with answers without tools only."""
         if self._finder is None:
             yield from self._open()
@@ -75,12 +77,16 @@ class OutputItems:
                     yield from self._call(call)
         yield from self._text("".join(texts), [])
 
-    def _text(self, text: str, logprobs: list[TokenLogprob]) -> Iterator[ResponseEvent]:
+    def _text(self, text: str, logprobs: Sequence[PlacedLogprobs]) -> Iterator[ResponseEvent]:
         if text or logprobs:
             yield from self._open()
             self._texts.append(text)
             self._logprobs += logprobs
-            yield self._part_event(TextDeltaEvent, "output_text.delta", delta=text, logprobs=logprobs)
+            told = self._written(logprobs)
+            yield self._part_event(TextDeltaEvent, "output_text.delta", delta=text, logprobs=told)
+
+    def _written(self, logprobs: Sequence[PlacedLogprobs]) -> Sequence[TokenLogprob]:
+        return self._writer.content(logprobs) if self._writer else []
 
     def _open(self) -> Iterator[ResponseEvent]:
         if self._message is None:
@@ -92,7 +98,7 @@ class OutputItems:
     def _close(self, status: ResponseStatus) -> Iterator[ResponseEvent]:
         if self._message is None:
             return
-        part = OutputText(text="".join(self._texts), logprobs=self._logprobs)
+        part = OutputText(text="".join(self._texts), logprobs=self._written(self._logprobs))
         yield self._part_event(TextDoneEvent, "output_text.done", text=part.text, logprobs=part.logprobs)
         yield self._part_event(ContentPartEvent, "content_part.done", part=part)
         yield from self._done(OutputMessage(id=self._message, status=status, content=[part]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SkipValidation
 
 from jaxserve.protocol.responses import ResponseModel, TokenLogprob
 from jaxserve.protocol.responses_api_tools import NamedResponsesFunction
@@ -15,15 +16,14 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete"]
 class _Object(ResponseModel):
     """The API leaves nothing out: what is not set is written as what it stands for."""
 
-    def to_json(self) -> str:
-        return self.model_dump_json()
+    writes_unset = True
 
 
 class OutputText(_Object):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = Field(default=[])
-    logprobs: list[TokenLogprob] = Field(default=[])
+    logprobs: SkipValidation[Sequence[TokenLogprob]] = Field(default=[])
 
 
 class OutputMessage(_Object):
@@ -159,11 +159,11 @@ class TextDeltaEvent(_PartEvent):
     """`response.output_text.delta`; the deltas joined are the text."""
 
     delta: str
-    logprobs: list[TokenLogprob]
+    logprobs: SkipValidation[Sequence[TokenLogprob]]
 
 
 class TextDoneEvent(_PartEvent):
     """`response.output_text.done`"""
 
     text: str
-    logprobs: list[TokenLogprob]
+    logprobs: SkipValidation[Sequence[TokenLogprob]]

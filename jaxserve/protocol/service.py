@@ -57,8 +57,12 @@ class ChunkStream(Generic[ChunkT]):
     A class and not a bare generator, since closing a generator that was never started would free nothing.
     """
 
+    Attributes:
+        has_logprobs: chunks may hold many of them.
+
     def __init__(self, answer: Answer, chunks: AsyncGenerator[ChunkT]) -> None:
         self._answer = answer
+        self.has_logprobs = answer.logprobs is not None
         self._chunks = chunks
 
     def __aiter__(self) -> AsyncIterator[ChunkT]:
@@ -79,6 +83,8 @@ class OpenAIService:
     """Serves one model. All calls are made on one event loop.
 
     The calls raise `ApiError`s: for what a client did wrong before anything was queued, for a full queue or a stopped
+    With `lazy`, long lists of log probabilities in answers are `LazyList`s, for `json_pieces` to write.
+
     engine, and for an engine that failed on the way.
     """
 
@@ -107,38 +113,42 @@ class OpenAIService:
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="jaxserve-text")
 
     async def chat_completion(
-        self, request: ChatCompletionRequest, observer: RequestObserver | None = None
+        self, request: ChatCompletionRequest, observer: RequestObserver | None = None, *, lazy: bool = False
     ) -> ChatCompletion:
         """The whole answer to a conversation. Cancelling the call ends the work."""
-        return await assembly.chat_completion(await self._chat_answer(request, observer))
+        return await assembly.chat_completion(await self._chat_answer(request, observer, lazy))
 
     async def chat_completion_stream(
-        self, request: ChatCompletionRequest, observer: RequestObserver | None = None
+        self, request: ChatCompletionRequest, observer: RequestObserver | None = None, *, lazy: bool = False
     ) -> ChunkStream[ChatCompletionChunk]:
         """The answer chunk by chunk; it is queued when this returns, so refusals are raised here."""
-        answer = await self._chat_answer(request, observer)
+        answer = await self._chat_answer(request, observer, lazy)
         return ChunkStream(answer, assembly.chat_completion_chunks(answer))
 
-    async def completion(self, request: CompletionRequest, observer: RequestObserver | None = None) -> Completion:
+    async def completion(
+        self, request: CompletionRequest, observer: RequestObserver | None = None, *, lazy: bool = False
+    ) -> Completion:
         """The whole continuation of every prompt. Cancelling the call ends the work."""
-        return await assembly.completion(await self._completion_answer(request, observer))
+        return await assembly.completion(await self._completion_answer(request, observer, lazy))
 
     async def completion_stream(
-        self, request: CompletionRequest, observer: RequestObserver | None = None
+        self, request: CompletionRequest, observer: RequestObserver | None = None, *, lazy: bool = False
     ) -> ChunkStream[Completion]:
         """The continuations chunk by chunk; they are queued when this returns, so refusals are raised here."""
-        answer = await self._completion_answer(request, observer)
+        answer = await self._completion_answer(request, observer, lazy)
         return ChunkStream(answer, assembly.completion_chunks(answer))
 
-    async def response(self, request: ResponsesRequest, observer: RequestObserver | None = None) -> ResponseObject:
+    async def response(
+        self, request: ResponsesRequest, observer: RequestObserver | None = None, *, lazy: bool = False
+    ) -> ResponseObject:
         """The whole answer, as the responses route has it. Cancelling the call ends the work."""
-        return await responses_api_assembly.response(await self._response_answer(request, observer), request)
+        return await responses_api_assembly.response(await self._response_answer(request, observer, lazy), request)
 
     async def response_stream(
-        self, request: ResponsesRequest, observer: RequestObserver | None = None
+        self, request: ResponsesRequest, observer: RequestObserver | None = None, *, lazy: bool = False
     ) -> ChunkStream[ResponseEvent]:
         """The answer event by event; it is queued when this returns, so refusals are raised here."""
-        answer = await self._response_answer(request, observer)
+        answer = await self._response_answer(request, observer, lazy)
         return ChunkStream(answer, responses_api_assembly.response_events(answer, request))
 
     async def tokenize(self, request: TokenizeTextRequest | TokenizeChatRequest) -> Tokens:
@@ -234,19 +244,25 @@ class OpenAIService:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._rules.close()
 
-    async def _chat_answer(self, request: ChatCompletionRequest, observer: RequestObserver | None) -> Answer:
-        return await self._conversation_answer("chatcmpl", request, observer, "messages")
+    async def _chat_answer(
+        self, request: ChatCompletionRequest, observer: RequestObserver | None, lazy: bool
+    ) -> Answer:
+        return await self._conversation_answer("chatcmpl", request, observer, "messages", lazy)
 
-    async def _completion_answer(self, request: CompletionRequest, observer: RequestObserver | None) -> Answer:
+    async def _completion_answer(
+        self, request: CompletionRequest, observer: RequestObserver | None, lazy: bool
+    ) -> Answer:
         self._check_generation(request)
         constraint = await self._rules.constraint(request)
         shown_ids = self._rules.shown_ids(request, None)
         prompts = await self._in_thread(lambda: self._prompts.completions(request, shown_ids))
-        return self._answer("cmpl", request, prompts, observer, has_echoes=request.echo, constraint=constraint)
+        return self._answer(
+            "cmpl", request, prompts, observer, has_echoes=request.echo, constraint=constraint, lazy=lazy
+        )
 
-    async def _response_answer(self, request: ResponsesRequest, observer: RequestObserver | None) -> Answer:
+    async def _response_answer(self, request: ResponsesRequest, observer: RequestObserver | None, lazy: bool) -> Answer:
         with own_names():
-            return await self._conversation_answer("resp", request.as_chat(), observer, "input")
+            return await self._conversation_answer("resp", request.as_chat(), observer, "input", lazy)
 
     async def _conversation_answer(
         self,
@@ -260,9 +276,10 @@ class OpenAIService:
         use = self._rules.tool_use(request)
         constraint = await self._rules.constraint(request, use)
         tools = use and [tool.model_dump(exclude_none=True) for tool in request.tools]
+        lazy: bool,
         shown_ids = self._rules.shown_ids(request, use)
         prompts = [await self._in_thread(lambda: self._prompts.conversation(request, param, tools, shown_ids))]
-        return self._answer(kind, request, prompts, observer, constraint=constraint, tool_use=use)
+        return self._answer(kind, request, prompts, observer, constraint=constraint, tool_use=use, lazy=lazy)
 
     def _answer(
         self,
@@ -277,20 +294,22 @@ class OpenAIService:
     ) -> Answer:
         """Queues the prompts; what becomes of them makes up the answer."""
         generations = self._submit(request, prompts, observer or NoObserver(), constraint)
+        lazy: bool,
         return Answer(
             model=self.model_name,
             generations=generations,
             choices_per_prompt=request.n,
             id=assembly.new_id(kind),
+        self._check_logprobs(request, prompts, held=kind == "resp" or not request.stream)
             echoes=[Echo(prompt.echo, prompt.token_ids) for prompt in prompts] if has_echoes else (),
-            logprobs=self._writer(request.num_top_logprobs),
-            prompt_logprobs=self._writer(request.prompt_logprobs),
+            logprobs=self._writer(request.num_top_logprobs, lazy),
+            prompt_logprobs=self._writer(request.prompt_logprobs, lazy),
             tool_use=tool_use,
             usage=_usage(request),
         )
 
-    def _writer(self, num_top: int | None) -> LogprobWriter | None:
-        return None if num_top is None else LogprobWriter(self.tokenizer, num_top)
+    def _writer(self, num_top: int | None, lazy: bool) -> LogprobWriter | None:
+        return None if num_top is None else LogprobWriter(self.tokenizer, num_top, is_lazy=lazy)
 
     def _submit(
         self,
@@ -300,7 +319,6 @@ class OpenAIService:
         constraint: Constraint | None,
     ) -> list[TextGeneration]:
         """Queues every prompt, or none: the request fails as a whole."""
-        self._check_logprobs(request, prompts)
         streams: list[TokenStream] = []
         generations: list[TextGeneration] = []
         try:
@@ -356,21 +374,25 @@ class OpenAIService:
             for choice in range(request.num_drawn)
         ]
 
-    def _check_logprobs(self, request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> None:
-        """Refuses what could only be held in memory as a whole, and is too much for that."""
-        held = 0
+    def _check_logprobs(self, request: GenerationRequest, prompts: Sequence[EncodedPrompt], *, held: bool) -> None:
+        """Refuses what could only be held in memory as a whole, and is too much for that.
+
+        Args:
+            held: the answer's own are kept to its end, as a stream of chunks need not do.
+        """
+        num_held = 0
         limit = request.output_limit
         for prompt in prompts:
             room = max(1, self.engine.max_model_len - len(prompt.token_ids))
             new_tokens = room if limit is None else min(limit, room)
             if request.num_prompt_logprobs is not None:
-                held += request.n * len(prompt.token_ids) * (request.num_prompt_logprobs + 1)
-            if request.num_top_logprobs is not None and not request.stream:
-                held += request.num_drawn * new_tokens * (request.num_top_logprobs + 1)
-        if held > MAX_LOGPROBS_HELD:
+                num_held += request.n * len(prompt.token_ids) * (request.num_prompt_logprobs + 1)
+            if request.num_top_logprobs is not None and held:
+                num_held += request.num_drawn * new_tokens * (request.num_top_logprobs + 1)
+        if num_held > MAX_LOGPROBS_HELD:
             param = "prompt_logprobs" if request.num_top_logprobs is None else "logprobs"
             raise BadRequestError(
-                f"this may give {held} log probabilities in one response; the limit is {MAX_LOGPROBS_HELD}: ask for "
+                f"this may give {num_held} log probabilities in one response; the limit is {MAX_LOGPROBS_HELD}: ask for "
                 "fewer choices, tokens or alternatives",
                 param=param,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -25,7 +26,9 @@ from jaxserve.protocol.service import ChunkStream, OpenAIService
 from jaxserve.protocol.tokenize_requests import parse_detokenize_request, parse_tokenize_request
 from jaxserve.server.access_log import AccessLogMiddleware
 from jaxserve.server.body import parse_body, read_body
+from jaxserve.server.disconnect import until_disconnected
 from jaxserve.server.errors import EXCEPTION_HANDLERS, json_response
+from jaxserve.server.long_json import answer_response
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.middleware import (
     ApiKeyMiddleware,
@@ -39,7 +42,7 @@ from jaxserve.server.observed_request import ObservedRequest
 from jaxserve.server.openapi import openapi_document
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.slot import ServiceSlot
-from jaxserve.server.streaming import EventStreamResponse, until_disconnected
+from jaxserve.server.streaming import EventStreamResponse
 from jaxserve.server.traces import RequestSpan, TraceMiddleware, Tracer
 from jaxserve.server.web_page import web_routes
 
@@ -129,31 +132,33 @@ class _Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         service = self._slot.for_work()
-        return await self._answer(
-            request, service, parse_chat_request, service.chat_completion, service.chat_completion_stream
+        whole, streamed = (
+            partial(service.chat_completion, lazy=True),
+            partial(service.chat_completion_stream, lazy=True),
         )
+        return await self._answer(request, service, parse_chat_request, whole, streamed)
 
     async def completions(self, request: Request) -> Response:
         service = self._slot.for_work()
-        return await self._answer(
-            request, service, parse_completion_request, service.completion, service.completion_stream
-        )
+        whole, streamed = partial(service.completion, lazy=True), partial(service.completion_stream, lazy=True)
+        return await self._answer(request, service, parse_completion_request, whole, streamed)
 
     async def responses(self, request: Request) -> Response:
         service = self._slot.for_work()
-        return await self._answer(request, service, parse_responses_request, service.response, service.response_stream)
+        whole, streamed = partial(service.response, lazy=True), partial(service.response_stream, lazy=True)
+        return await self._answer(request, service, parse_responses_request, whole, streamed)
 
     async def tokenize(self, request: Request) -> Response:
         service = self._slot.loaded()
         _, parsed = await parse_body(await self._read(request), parse_tokenize_request)
         result = await until_disconnected(request.receive, service.tokenize(parsed))
-        return Response(result.to_json(), media_type="application/json")
+        return answer_response(result)
 
     async def detokenize(self, request: Request) -> Response:
         service = self._slot.loaded()
         _, parsed = await parse_body(await self._read(request), parse_detokenize_request)
         result = await until_disconnected(request.receive, service.detokenize(parsed))
-        return Response(result.to_json(), media_type="application/json")
+        return answer_response(result)
 
     async def models(self, request: Request) -> Response:
         return json_response(self._slot.loaded().models().model_dump())
@@ -204,4 +209,4 @@ class _Routes:
         if parsed.stream:
             return EventStreamResponse(await until_disconnected(request.receive, streamed(parsed, observer)))
         result = await until_disconnected(request.receive, whole(parsed, observer))
-        return Response(result.to_json(), media_type="application/json")
+        return answer_response(result)

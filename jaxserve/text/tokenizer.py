@@ -31,7 +31,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 class Tokenizer:
-    """Immutable after construction; every method may be called from several threads.
+    """Immutable after construction, but for what it remembers; every method may be called from several threads.
 
     Attributes:
         vocab_size: one more than the largest id (the model may have more rows than that, as padding).
@@ -48,6 +48,7 @@ class Tokenizer:
         self._backend = _build(self._json)
         self._literal_backends: dict[bool, tokenizers.Tokenizer] = {}
         self._literal_lock = threading.Lock()
+        self._bytes_of: dict[int, bytes] = {}  # of tokens that were asked for: log probabilities name 20 for each one
         self.scheme = scheme_from_decoder(json.loads(self._json).get("decoder"))
         self.bos_token = files.settings.bos_token
         self.bos_token_id = files.settings.bos_token_id
@@ -91,8 +92,13 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to the text, control tokens included; b"" for an id without a token."""
-        token = self.token(token_id)
-        return b"" if token is None else self.scheme.token_bytes(token)
+        known = self._bytes_of.get(token_id)
+        if known is None:
+            token = self.token(token_id)
+            known = b"" if token is None else self.scheme.token_bytes(token)
+            if 0 <= token_id < self.vocab_size:
+                self._bytes_of[token_id] = known
+        return known
 
     def _literal_backend(self, *, continued: bool) -> tokenizers.Tokenizer:
         """A copy that makes no control tokens from text; a copy, since the switch is the object's, not the call's."""

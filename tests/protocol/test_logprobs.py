@@ -46,6 +46,12 @@ def lists(answer: Completion, index: int = 0) -> CompletionLogprobs:
     return logprobs
 
 
+def joined(parts: list[CompletionLogprobs]) -> CompletionLogprobs:
+    """Those of a stream's chunks, as one."""
+    fields = CompletionLogprobs.model_fields
+    return CompletionLogprobs(**{name: [item for part in parts for item in getattr(part, name)] for name in fields})
+
+
 def strict_json(answer: ChatCompletion | Completion) -> Any:
     def refuse(constant: str) -> float:
         raise ValueError(f"{constant} is no JSON")
@@ -140,7 +146,7 @@ async def test_streamed_equals_whole_and_all_is_in_place(
     chunks = await streamed(service, "Qé:", **fields)
     whole, text = lists(answer), answer.choices[0].text
     parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
-    assert CompletionLogprobs.joined(parts) == whole
+    assert joined(parts) == whole
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == text
     assert answer.usage is not None
     num_prompt_tokens = answer.usage.prompt_tokens if echo else 0
@@ -344,6 +350,6 @@ def test_tokens_with_one_text_are_told_once() -> None:
 
 def test_not_a_number_is_no_json() -> None:
     values = TokenLogprobs(97, math.nan, ((97, math.nan), (98, -1.0)))
-    entry = LogprobWriter(byte_tokenizer(), 2).token(PlacedLogprobs(97, values, 0))
+    entry = LogprobWriter(byte_tokenizer(), 2).content([PlacedLogprobs(97, values, 0)])[0]
     assert entry.logprob == LEAST_LOGPROB
     assert [top.token for top in entry.top_logprobs] == ["b"]
