@@ -55,14 +55,14 @@ class ChunkStream(Generic[ChunkT]):
     """Chunks of one streamed answer. Close it (or run it to its end): that ends what still runs in the engine.
 
     A class and not a bare generator, since closing a generator that was never started would free nothing.
-    """
 
     Attributes:
         has_logprobs: chunks may hold many of them.
+    """
 
     def __init__(self, answer: Answer, chunks: AsyncGenerator[ChunkT]) -> None:
-        self._answer = answer
         self.has_logprobs = answer.logprobs is not None
+        self._answer = answer
         self._chunks = chunks
 
     def __aiter__(self) -> AsyncIterator[ChunkT]:
@@ -82,9 +82,9 @@ MAX_LOGPROBS_HELD = 4_000_000  # log probabilities that one response may hold be
 class OpenAIService:
     """Serves one model. All calls are made on one event loop.
 
-    The calls raise `ApiError`s: for what a client did wrong before anything was queued, for a full queue or a stopped
     With `lazy`, long lists of log probabilities in answers are `LazyList`s, for `json_pieces` to write.
 
+    The calls raise `ApiError`s: for what a client did wrong before anything was queued, for a full queue or a stopped
     engine, and for an engine that failed on the way.
     """
 
@@ -270,13 +270,13 @@ class OpenAIService:
         request: ChatCompletionRequest,
         observer: RequestObserver | None,
         param: str,
+        lazy: bool,
     ) -> Answer:
         """Queues a conversation, whose messages errors call `param`."""
         self._check_generation(request)
         use = self._rules.tool_use(request)
         constraint = await self._rules.constraint(request, use)
         tools = use and [tool.model_dump(exclude_none=True) for tool in request.tools]
-        lazy: bool,
         shown_ids = self._rules.shown_ids(request, use)
         prompts = [await self._in_thread(lambda: self._prompts.conversation(request, param, tools, shown_ids))]
         return self._answer(kind, request, prompts, observer, constraint=constraint, tool_use=use, lazy=lazy)
@@ -288,19 +288,19 @@ class OpenAIService:
         prompts: Sequence[EncodedPrompt],
         observer: RequestObserver | None,
         *,
+        lazy: bool,
         has_echoes: bool = False,
         constraint: Constraint | None = None,
         tool_use: ToolUse | None = None,
     ) -> Answer:
         """Queues the prompts; what becomes of them makes up the answer."""
+        self._check_logprobs(request, prompts, held=kind == "resp" or not request.stream)
         generations = self._submit(request, prompts, observer or NoObserver(), constraint)
-        lazy: bool,
         return Answer(
             model=self.model_name,
             generations=generations,
             choices_per_prompt=request.n,
             id=assembly.new_id(kind),
-        self._check_logprobs(request, prompts, held=kind == "resp" or not request.stream)
             echoes=[Echo(prompt.echo, prompt.token_ids) for prompt in prompts] if has_echoes else (),
             logprobs=self._writer(request.num_top_logprobs, lazy),
             prompt_logprobs=self._writer(request.prompt_logprobs, lazy),
