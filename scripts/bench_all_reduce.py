@@ -1,0 +1,312 @@
+"""Times the sum over devices between two products of a decode step, on two cards or more: microseconds a call.
+
+    python scripts/bench_all_reduce.py --output DIR
+
+A program is a chain of products with a square weight matrix, each followed by the sum over devices, the residual add and
+the norm. Two lengths of it are timed, each launched several times ahead as the engine does; their difference, divided by
+the difference in calls, leaves out what a program costs once. `local` is the same chain without the sum over devices:
+what another variant takes more is what the sum costs. Each group of variants runs in a process of its own, so that none
+can take the others' figures along, and must be right before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.bench.profile import read_events
+from jaxserve.kernels.add_rms_norm import add_rms_norm
+from jaxserve.kernels.all_reduce_add_rms_norm import all_reduce_add_rms_norm
+from jaxserve.kernels.peer_memory import PeerLayout, PeerMemory, make_peer_memory
+
+AXIS = "tp"
+EPS = 1e-5
+CALLS = (8, 72)
+LAUNCHES = 8  # of a program, ahead of each other
+REPETITIONS = 5
+TOTAL_SECONDS = 230.0
+
+CUT, WHOLE = PartitionSpec(AXIS), PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to do it.
+
+    Attributes:
+        is_wide: the product's float32 result is summed, not its rounding to bfloat16.
+        xla_flags: for its process.
+    """
+
+    is_wide: bool = False
+    xla_flags: str = ""
+
+
+VARIANTS = {
+    "local": Variant(),
+    "nccl": Variant(),
+    "peers": Variant(),
+    "peers_float32": Variant(is_wide=True),
+    "peers_no_graph": Variant(xla_flags="--xla_gpu_enable_command_buffer="),
+    "nccl_in_graph": Variant(xla_flags="--xla_gpu_enable_command_buffer=+COLLECTIVES"),
+}
+GROUPS = (("local", "nccl"), ("peers", "peers_float32"), ("peers_no_graph",), ("nccl_in_graph",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    x: jax.Array  # [rows, size], the same on all devices
+    weights: jax.Array  # [ranks, size, size]
+    norm: jax.Array  # [size]
+
+
+def reduce_step(
+    name: str, x: jax.Array, update: jax.Array, norm: jax.Array, peers: PeerMemory
+) -> tuple[jax.Array, jax.Array]:
+    if name == "local":
+        return add_rms_norm(x, update, norm, EPS)
+    memory, implementation = (peers, "mosaic_gpu") if name.startswith("peers") else (None, None)
+    if jax.default_backend() == "cpu":
+        implementation = "xla"
+    return all_reduce_add_rms_norm(x, update, norm, EPS, axis=AXIS, peers=memory, implementation=implementation)  # pyright: ignore[reportArgumentType]
+
+
+def chain(name: str, mesh: Mesh, calls: int) -> Callable[..., jax.Array]:
+    """(x, weights, norm, peers) -> every device's residual stream after so many calls, [ranks, rows, size]."""
+
+    def per_device(x: jax.Array, weights: jax.Array, norm: jax.Array, peers: PeerMemory) -> jax.Array:
+        # XLA has the devices wait for each other before a program with a collective of its own: without one, a device
+        # might still load its kernels while another's first kernel waits for it.
+        x = x + lax.psum(weights[0, 0, 0] * 0, AXIS)
+        normed = x
+        for _ in range(calls):
+            if VARIANTS[name].is_wide:
+                update = jnp.dot(normed, weights[0], preferred_element_type=jnp.float32)[None]
+            else:
+                update = normed @ weights[0]
+            x, normed = reduce_step(name, x, update, norm, peers)
+        return x[None]
+
+    return jax.shard_map(per_device, mesh=mesh, in_specs=(WHOLE, CUT, WHOLE, CUT), out_specs=CUT, check_vma=False)
+
+
+def compile_chain(name: str, mesh: Mesh, calls: int, inputs: Inputs, peers: PeerMemory) -> Callable[[], jax.Array]:
+    arguments = (inputs.x, inputs.weights, inputs.norm, peers)
+    lowered = jax.jit(chain(name, mesh, calls)).lower(*arguments)
+    # The same product for all variants, whatever a trial would have chosen.
+    options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+    compiled = lowered.compile(compiler_options=options if jax.default_backend() == "gpu" else None)
+    return functools.partial(compiled, *arguments)
+
+
+def make_inputs(mesh: Mesh, rows: int, size: int) -> Inputs:
+    ranks = mesh.size
+    rng = np.random.default_rng(rows)
+
+    def weights() -> jax.Array:
+        keys = jax.random.split(jax.random.key(1), ranks)
+        return jax.vmap(lambda key: jax.random.normal(key, (size, size), jnp.bfloat16))(keys) * jnp.bfloat16(size**-0.5)
+
+    return Inputs(
+        x=jax.device_put(jnp.asarray(rng.standard_normal((rows, size)), jnp.bfloat16), NamedSharding(mesh, WHOLE)),
+        weights=jax.jit(weights, out_shardings=NamedSharding(mesh, CUT))(),
+        norm=jax.device_put(jnp.ones(size, jnp.bfloat16), NamedSharding(mesh, WHOLE)),
+    )
+
+
+def error_of(name: str, inputs: Inputs, results: jax.Array, calls: int) -> float:
+    """Largest difference from the same chain in float32 on the host, relative to the largest value.
+
+    Raises:
+        ValueError: the devices' results differ.
+    """
+    got = np.asarray(results, np.float32)  # [ranks, rows, size]
+    if name != "local" and not all(np.array_equal(got[0], other) for other in got[1:]):
+        raise ValueError(f"{name}: the devices' results differ by up to {np.abs(got - got[:1]).max()}")
+    x = np.asarray(inputs.x, np.float32)
+    weights = np.asarray(inputs.weights, np.float32)
+    product = weights[0] if name == "local" else weights.sum(axis=0)
+    normed = x
+    for _ in range(calls):
+        x = x + normed @ product
+        normed = x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + EPS)
+    return float(np.abs(got[0] - x).max() / np.abs(x).max())
+
+
+def time_program(program: Callable[[], jax.Array]) -> float:
+    """Median seconds of one run of several that were launched ahead."""
+    times = []
+    for _ in range(REPETITIONS + 1):
+        start = time.perf_counter()
+        results = [program() for _ in range(LAUNCHES)]
+        jax.block_until_ready(results)
+        times.append((time.perf_counter() - start) / LAUNCHES)
+    return float(np.median(times[1:]))
+
+
+def profile_kernels(program: Callable[[], jax.Array]) -> list[dict[str, Any]]:
+    """Kernels of one device by their time: name, how many in a run, median and least microseconds of one."""
+    runs = 2
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([program() for _ in range(runs)])
+        [trace] = Path(folder).rglob("*.xplane.pb")
+        durations: dict[str, list[float]] = defaultdict(list)
+        for event in read_events(trace):
+            durations[event.name].append(event.duration * 1e6)
+    longest = sorted(durations.items(), key=lambda item: -sum(item[1]))[:6]
+    return [
+        {"kernel": name[:60], "count": len(all_of) / runs, "median_us": float(np.median(all_of)), "min_us": min(all_of)}
+        for name, all_of in longest
+    ]
+
+
+def run_group(names: list[str], options: argparse.Namespace, output: Path) -> None:
+    """Measures some variants in this process; a line of JSON for each figure, as soon as there is one."""
+    began = time.perf_counter()
+    devices = jax.devices()[: options.devices or None]
+    mesh = Mesh(np.asarray(devices), (AXIS,))
+    rows = [int(part) for part in options.rows.split(",")]
+    peers = make_peer_memory(mesh, AXIS, PeerLayout(mesh.size, max(rows), 4 * options.size))
+    inputs = {count: make_inputs(mesh, count, options.size) for count in rows}
+
+    def record(**figures: Any) -> None:
+        with output.open("a") as file:
+            file.write(json.dumps(figures) + "\n")
+        print(" ".join(f"{key}={value}" for key, value in figures.items()), flush=True)
+
+    record(device=devices[0].device_kind, ranks=mesh.size, jax=jax.__version__, flags=os.environ.get("XLA_FLAGS", ""))
+    with ThreadPoolExecutor(16) as pool:
+        compiling = {
+            (name, count, calls): pool.submit(compile_chain, name, mesh, calls, inputs[count], peers)
+            for name in names
+            for count in rows
+            for calls in CALLS
+        }
+        for name in names:
+            for count in rows:
+                try:
+                    short, long = (compiling[name, count, calls].result() for calls in CALLS)
+                    ready = round(time.perf_counter() - began, 1)
+                    error = error_of(name, inputs[count], short(), CALLS[0])
+                    # Launched ahead, the two lengths in turn: nothing is left over from one to the next.
+                    several = [program() for _ in range(4) for program in (short, long)]
+                    if any(not np.array_equal(np.asarray(several[i]), np.asarray(several[i % 2])) for i in range(8)):
+                        raise ValueError(f"{name}, {count} rows: runs of the same program differ")
+                    if not error < 0.05:
+                        raise ValueError(f"{name}, {count} rows: {error=} against the same chain in float32")
+                    times = [time_program(program) for program in (short, long)]
+                    record(
+                        variant=name,
+                        rows=count,
+                        us=round((times[1] - times[0]) / (CALLS[1] - CALLS[0]) * 1e6, 2),
+                        us_whole_program=round(times[1] * 1e6, 1),
+                        error=round(error, 5),
+                        compiled_after_s=ready,
+                    )
+                except Exception as error:  # the other sizes and variants are still to be measured
+                    record(variant=name, rows=count, failed=f"{type(error).__name__}: {error}"[:300])
+        for name in names if options.profile else ():
+            for count in (rows[0], rows[-1]):
+                try:
+                    for kernel in profile_kernels(compiling[name, count, CALLS[1]].result()):
+                        record(variant=name, rows=count, **kernel)
+                except Exception as error:
+                    record(variant=name, rows=count, profile_failed=f"{type(error).__name__}: {error}"[:300])
+
+
+def start_groups(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Runs each group in its own process, one after the other; returns all their figures."""
+    deadline = time.monotonic() + options.seconds
+    chosen = options.variants.split(",") if options.variants else list(VARIANTS)
+    figures: list[dict[str, Any]] = []
+    for group in GROUPS:
+        names = [name for name in group if name in chosen]
+        left = deadline - time.monotonic()
+        if not names or left < 15:
+            continue
+        output = folder / f"{'-'.join(names)}.jsonl"
+        output.unlink(missing_ok=True)
+        environment = dict(os.environ)
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {VARIANTS[names[0]].xla_flags}".strip()
+        environment.setdefault("NCCL_NVLS_ENABLE", "0")
+        command = [sys.executable, __file__, *sys.argv[1:], "--group", ",".join(names), "--group-output", str(output)]
+        print(f"== {', '.join(names)} ({left:.0f} s left)", flush=True)
+        with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+            try:
+                process.wait(min(left, options.group_seconds))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                print(f"{names} took too long and was ended", flush=True)
+        if process.returncode:
+            print(f"{names} ended with {process.returncode}", flush=True)
+        if output.exists():
+            figures += [json.loads(line) for line in output.read_text().splitlines()]
+    return figures
+
+
+def table(figures: list[dict[str, Any]], size: int) -> str:
+    """Microseconds of a call by variant and rows, and what is more than without the sum over devices."""
+    measured = {(line["variant"], line["rows"]): line["us"] for line in figures if "us" in line}
+    names = [name for name in VARIANTS if any(name == measured_name for measured_name, _ in measured)]
+    rows = sorted({count for _, count in measured})
+    lines = [
+        "us a call (and more than local)",
+        f"{'KB of bfloat16':>16}" + "".join(f"{2 * size * count // 1024:>17}" for count in rows),
+    ]
+    for name in names:
+        cells = []
+        for count in rows:
+            value, local = measured.get((name, count)), measured.get(("local", count))
+            if value is None:
+                cells.append(f"{'-':>17}")
+            else:
+                cells.append(f"{value:9.2f}" + (f" ({value - local:5.1f})" if local is not None else " " * 8))
+        lines.append(f"{name:>16}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="2,4,8,16,32,64")
+    parser.add_argument("--size", type=int, default=4096, help="of the residual stream")
+    parser.add_argument("--devices", type=int, default=0, help="how many of the devices; 0: all")
+    parser.add_argument("--variants", default="", help=f"some of {','.join(VARIANTS)}; all if empty")
+    parser.add_argument("--no-profile", dest="profile", action="store_false")
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="after which no more is measured")
+    parser.add_argument("--group-seconds", type=float, default=75.0)
+    parser.add_argument("--output", default="bench_all_reduce", help="folder")
+    parser.add_argument("--group", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--group-output", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.group:
+        run_group(options.group.split(","), options, Path(options.group_output))
+        return
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = start_groups(options, folder)
+    (folder / "all_reduce.json").write_text(json.dumps(figures, indent=1))
+    print(table(figures, options.size), flush=True)
+
+
+if __name__ == "__main__":
+    main()
