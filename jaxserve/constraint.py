@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +48,19 @@ class TokenConstraint(Protocol):
 
         Args:
             most: tokens that are told at most.
+        """
+        ...
+
+    def look_ahead(self, drafts: Sequence[int], masks: np.ndarray) -> list[bool]:
+        """Writes what may follow each of some drafted tokens, if those before it are taken; none of them is.
+
+        It ends before the first draft that may not stand there, and before one after which nothing may follow.
+
+        Args:
+            masks: [drafts, words], int32 zeros; each is set as `write_mask` does.
+
+        Returns:
+            Of each draft whose mask is written, whether the output may end after it.
         """
         ...
 

@@ -53,6 +53,7 @@ class SteppingState:
         self._state = state
         self.accept = state.accept
         self.write_mask = state.write_mask
+        self.look_ahead = state.look_ahead
 
     @property
     def is_complete(self) -> bool:

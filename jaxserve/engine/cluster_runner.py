@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.engine.cluster import ClusterError, Follower, Leader
 from jaxserve.engine.runner import Runner
-from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
+from jaxserve.engine.schedule import DraftedTokens, SampledTokens, ScheduledBatch
 from jaxserve.engine.step_wire import StepDecoder, encode_step
 from jaxserve.engine.token_masks import is_constrained
 
@@ -41,6 +41,17 @@ class LeadingRunner:
 
     def is_ready(self, pending: Any) -> bool:
         return self._runner.is_ready(pending)
+
+    def fetch_drafts(self, logits: Any) -> DraftedTokens:
+        """Waits for a step's drafts.
+
+        Raises:
+            ClusterError: the devices failed since a host is gone.
+        """
+        try:
+            return self._runner.fetch_drafts(logits)
+        except Exception as error:
+            raise self._leader.why(error) from error
 
     def fetch(self, pending: Any) -> SampledTokens:
         """Waits for a step's tokens.

@@ -147,9 +147,6 @@ class DraftLengths:
         common = self._common.acceptance(_PRIOR_ACCEPTANCE)
         total = 0.0
         for sequence in sequences:
-            if sequence.constraint is not None:
-                total += 1.0  # brings no drafts
-                continue
             right = sequence.draft_record.acceptance(common)
             total += sum(right**position for position in range(length + 1))
         return total / len(sequences)

@@ -9,15 +9,12 @@ from jaxserve.engine.sequence import SequenceStatus
 
 
 def with_drafts(row: DecodeRow, length: int, limits: SchedulerLimits, pages: PagePool) -> DecodeRow:
-    """A row with up to `length` drafts, as far as there is room without taking anything from others.
-
-    One whose tokens must follow a constraint gets none: its mask is known for its next token alone.
-    """
+    """A row with up to `length` drafts, as far as there is room without taking anything from others."""
     sequence = row.sequence
     most_computed = sequence.num_computed + sequence.num_drafts_in_flight
     useful = sequence.max_output_tokens - sequence.num_output_launched
     count = min(length, useful, limits.longest_sequence - most_computed)
-    if count <= 0 or sequence.constraint is not None:
+    if count <= 0:
         return row
     room = len(sequence.pages) * limits.page_size - most_computed
     if room < count:
@@ -37,4 +34,5 @@ def take_verified(batch: ScheduledBatch, sampled: SampledTokens) -> None:
         sequence = row.sequence
         if sequence.status is SequenceStatus.RUNNING:  # others have given their pages back
             sequence.num_drafts_in_flight -= row.num_drafts
-            sequence.num_computed += count - 1
+            if not sequence.num_known_in_flight:  # else it has gone on from forced tokens, whatever was drawn
+                sequence.num_computed += count - 1

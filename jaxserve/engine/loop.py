@@ -206,7 +206,8 @@ class EngineLoop:
         """Starts the sampling of a launched step with constrained rows; every token before it is known."""
         if self._masks is None:
             raise RuntimeError("a request has a constraint, and this engine was built without masks")
-        masks = self._masks.write(batch)
+        drafted = self._runner.fetch_drafts(logits) if batch.num_drafts else None
+        masks = self._masks.write(batch, drafted)
         for sequence, message in masks.failed:
             self._scheduler.fail(sequence, message)
         return self._runner.launch_sample(logits, masks.words)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxserve.engine.device_batch import Bucket
-from jaxserve.engine.schedule import LogprobRows, SampledTokens, ScheduledBatch
+from jaxserve.engine.schedule import DraftedTokens, LogprobRows, SampledTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence
 from jaxserve.models.logit_processors import Logprobs
 from jaxserve.models.sampling import SamplingMode
@@ -67,6 +67,18 @@ def _mode_of(sequence: Sequence) -> SamplingMode:
     if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
         return "filtered"
     return "random"
+
+
+def read_drafts(pending: PendingLogits) -> DraftedTokens:
+    """A step's drafts on the host; waits for them.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if pending.drafts is None:
+        raise ValueError("the step was launched without drafts")
+    rows = len(pending.batch.decode)
+    return DraftedTokens(np.asarray(pending.drafts.token_ids)[:rows], np.asarray(pending.drafts.counts)[:rows])
 
 
 def read_tokens(pending: PendingTokens) -> SampledTokens:

@@ -23,7 +23,7 @@ from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.executors import ForwardCompiler, ForwardExecutor
 from jaxserve.engine.kv_offload import OffloadSizes, PageCopier
 from jaxserve.engine.memory_plan import MemoryUse
-from jaxserve.engine.pending import PendingLogits, PendingTokens, cheapest_mode, read_tokens
+from jaxserve.engine.pending import PendingLogits, PendingTokens, cheapest_mode, read_drafts, read_tokens
 from jaxserve.engine.processor_state import (
     ProcessorState,
     empty_processors,
@@ -31,7 +31,7 @@ from jaxserve.engine.processor_state import (
     slot_processors_like,
 )
 from jaxserve.engine.programs import PROMPT_LOGPROBS_BLOCK, ProgramFactory, without_layers
-from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
+from jaxserve.engine.schedule import DraftedTokens, SampledTokens, ScheduledBatch
 from jaxserve.engine.speculator import Drafting, Speculator
 from jaxserve.engine.token_masks import is_constrained, num_words
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
@@ -57,6 +57,7 @@ class Runner(Protocol):
     """What the engine loop needs of a runner; tests have one without a device."""
 
     def launch_forward(self, batch: ScheduledBatch) -> Any: ...
+    def fetch_drafts(self, logits: Any) -> DraftedTokens: ...
     def launch_sample(self, logits: Any, masks: np.ndarray | None = None) -> Any: ...
     def is_ready(self, pending: Any) -> bool: ...
     def fetch(self, pending: Any) -> SampledTokens: ...
@@ -183,7 +184,7 @@ class ModelRunner:
         jax.block_until_ready((self._cache, self._state))
 
     def _rehearse_verification(self, nobody: ScheduledBatch, bucket: Bucket, packed: jax.Array) -> None:
-        masks = np.full((bucket.decode_rows, self._mask_words), -1, np.int32)
+        masks = np.full((bucket.rows, self._mask_words), -1, np.int32)
         for mode in self._buckets.verify_modes:
             for allowed in (None, masks) if mode in self._buckets.masked_modes else (None,):
                 logits = self._forward_step(nobody, bucket, mode, packed)
@@ -225,7 +226,15 @@ class ModelRunner:
             self._state = self._speculator.begin(batch, self._state)
             modes = self._buckets.masked_modes if is_constrained(batch) else self._buckets.sampling_modes
             mode = cheapest_mode(batch, modes)
-        return self._forward_step(batch, bucket, mode, packed)
+        logits = self._forward_step(batch, bucket, mode, packed)
+        if logits.drafts is not None and is_constrained(batch):  # their masks go by what is drafted
+            for array in (logits.drafts.token_ids, logits.drafts.counts):
+                array.copy_to_host_async()
+        return logits
+
+    def fetch_drafts(self, logits: PendingLogits) -> DraftedTokens:
+        """Waits for the drafts of a launched step, but not for its forward pass."""
+        return read_drafts(logits)
 
     def _forward_step(
         self, batch: ScheduledBatch, bucket: Bucket, mode: SamplingMode | None, packed: jax.Array
@@ -249,7 +258,7 @@ class ModelRunner:
         """Starts the sampling of a launched forward pass and the tokens' way to the host, and returns at once.
 
         Args:
-            masks: [rows of the batch, words] int32: the tokens that each row may draw, as `StepMasks` has them; None: all.
+            masks: the tokens that each row may draw, as `StepMasks` has them; None: all.
         """
         modes = self._buckets.sampling_modes if logits.drafts is None else self._buckets.verify_modes
         if masks is not None:
@@ -258,7 +267,7 @@ class ModelRunner:
         if mode == "full":
             self._begin_processing(logits.batch)
         if masks is not None:
-            masks = self._padded_masks(masks, logits.batch, logits.bucket, logits.slots.shape[0])
+            masks = self._padded_masks(masks, logits.batch, logits.bucket, logits.logits.shape[0])
         if logits.drafts is not None:
             tokens, logprobs = self._run_verification(mode, logits, masks)
         else:
@@ -299,9 +308,9 @@ class ModelRunner:
     def _padded_masks(self, masks: np.ndarray, batch: ScheduledBatch, bucket: Bucket, num_rows: int) -> np.ndarray:
         """The masks of a batch's rows at the rows of logits that are theirs."""
         padded = np.full((num_rows, self._mask_words), -1, np.int32)
-        num_decode = len(batch.decode)
+        num_decode = len(batch.decode) * (bucket.num_drafts + 1)
         padded[:num_decode] = masks[:num_decode]
-        padded[bucket.decode_rows : bucket.decode_rows + len(batch.prefill)] = masks[num_decode:]
+        padded[bucket.decode_tokens : bucket.decode_tokens + len(batch.prefill)] = masks[num_decode:]
         return padded
 
     def is_ready(self, pending: PendingTokens) -> bool:
@@ -309,7 +318,7 @@ class ModelRunner:
         return pending.tokens.is_ready()  # pyright: ignore[reportAttributeAccessIssue] - jax.Array has it
 
     def fetch(self, pending: PendingTokens) -> SampledTokens:
-        """Waits for a step's tokens: the one place that waits for the device."""
+        """Waits for a step's tokens: nothing else waits for the device but `fetch_drafts`."""
         return read_tokens(pending)
 
     def close(self) -> None:

@@ -78,6 +78,22 @@ class LogprobRows:
 
 
 @dataclass(frozen=True)
+class DraftedTokens:
+    """What the decode rows of a step bring to be verified.
+
+    Attributes:
+        token_ids: [rows, width]
+        counts: [rows] how many of a row's tokens are drafts.
+    """
+
+    token_ids: np.ndarray
+    counts: np.ndarray
+
+    def of_row(self, row: int) -> tuple[int, ...]:
+        return tuple(self.token_ids[row, : self.counts[row]].tolist())
+
+
+@dataclass(frozen=True)
 class SampledTokens:
     """Tokens of a step, in the order of its rows: decode rows, then prefill chunks.
 

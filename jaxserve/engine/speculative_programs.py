@@ -93,13 +93,17 @@ class SpeculativePrograms:
         return self._shard_map(per_device, (reader.params_specs, specs, *step), specs)
 
     def verify(self, mode: SamplingMode, *, masked: bool = False) -> Callable[..., tuple[DecodeState, Array]]:
-        """(state, logits, slots, drafts[, masks [rows, words]]) -> (state, `pack_verified`); the caller donates state."""
+        """(state, logits, slots, drafts[, masks]) -> (state, `pack_verified`); the caller donates state.
+
+        Masks [rows of logits, words] say which tokens each position may draw; a draft that its position's does not hold is
+        refused.
+        """
 
         def per_device(
             state: DecodeState, logits: Array, slots: Array, drafts: Drafts, *masks: Array
         ) -> tuple[DecodeState, Array]:
             with jax.named_scope("verify"):
-                verified = self._verify(state, _masked(logits, drafts, *masks), slots, drafts, mode)
+                verified = self._verify(state, _masked(logits, *masks), slots, drafts, mode)
                 return end_verification(state, slots, verified), pack_verified(verified, drafts)
 
         return self._shard_map(per_device, (_WHOLE,) * (5 if masked else 4), (_WHOLE, _WHOLE))
@@ -118,11 +122,11 @@ class SpeculativePrograms:
         ) -> tuple[DecodeState, ProcessorState, Array, Logprobs]:
             with jax.named_scope("verify_full"):
                 changed = process_positions(logits, state, processors, slots, drafts)
-                limited = _masked(changed, drafts, *masks)
+                limited = _masked(changed, *masks)
                 if masks:
                     # Where only an end may follow and min_tokens forbids that, the mask decides.
                     is_stuck = jnp.max(limited, axis=-1, keepdims=True) == -jnp.inf
-                    limited = jnp.where(is_stuck, _masked(logits, drafts, *masks), limited)
+                    limited = jnp.where(is_stuck, _masked(logits, *masks), limited)
                 verified = self._verify(state, limited, slots, drafts, "full")
                 logprobs = token_logprobs(logits, verified.token_ids.reshape(-1))
                 processors = count_verified(processors, slots, verified.token_ids, verified.counts)
@@ -194,8 +198,5 @@ def pack_verified(verified: Verified, drafts: Drafts) -> Int32[Array, "rows widt
     return jnp.concatenate([verified.token_ids, numbers], axis=1)
 
 
-def _masked(logits: Array, drafts: Drafts, *masks: Array) -> Array:
-    """Rows that have masks have no drafts: their first position is the only one that matters."""
-    if not masks:
-        return logits
-    return mask_logits(logits, repeat_rows(masks[0], drafts.token_ids.shape[1] + 1))
+def _masked(logits: Array, *masks: Array) -> Array:
+    return mask_logits(logits, masks[0]) if masks else logits

@@ -193,7 +193,9 @@ class Speculator:
             missed[slots] = 0
         elif bucket.prefill_rows:  # it sees the last token, which helps where it has seen those before
             missed[slots] += missed[slots] > 0
-            missed[[chunk.slot for chunk in batch.prefill]] = 0
+            for chunk in batch.prefill:
+                goes_on = missed[chunk.slot] and chunk.start >= chunk.sequence.num_prompt_tokens  # from forced tokens
+                missed[chunk.slot] = missed[chunk.slot] + len(chunk.token_ids) if goes_on else 0
         else:
             missed[slots] += 1
 
@@ -307,7 +309,7 @@ class _Compiler:
         )
         step = [self._like((bucket.rows, vocab_size), jnp.float32), self._like((rows,)), drafts]
         if key.masked:
-            step.append(self._like((rows, num_words(vocab_size))))
+            step.append(self._like((bucket.rows, num_words(vocab_size))))
         functions = self.owner._functions
 
         def lower() -> jax.stages.Lowered:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -39,6 +39,9 @@ class Constrained:
 
     def forced_run(self, most: int) -> tuple[int, ...]:
         raise TypeError(f"what is forced, {most} tokens at most, is for the host that schedules")
+
+    def look_ahead(self, drafts: Collection[int], masks: np.ndarray) -> list[bool]:
+        raise TypeError(f"the masks of {len(drafts)} drafts are for the host that schedules")
 
 
 def encode_step(batch: ScheduledBatch) -> bytes:

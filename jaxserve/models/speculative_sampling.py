@@ -82,7 +82,8 @@ def verify(
         rejects: rows that rejection sampling serves, where the drafts have probabilities; the others, and all rows if
             None, go by equality.
         mode: as in `sample`.
-        synthetic_acceptance: the probability that a draft is kept whatever the target thinks of it; None: the rules decide.
+        synthetic_acceptance: the probability that a draft is kept whatever the target thinks of it, unless it is impossible;
+            None: the rules decide.
     """
     rows, num_drafts = drafts.token_ids.shape
     width = num_drafts + 1
@@ -97,7 +98,9 @@ def verify(
         kept_too = _rejection_keeps(target, drafts, keys.reshape(rows, width))
         kept = jnp.where(rejects[:, None], kept_too, kept)
     if synthetic_acceptance is not None:
+        of_drafts = jnp.take_along_axis(logits.reshape(rows, width, -1)[:, :-1], drafts.token_ids[:, :, None], axis=2)
         kept = _uniform(keys, _SYNTHETIC).reshape(rows, width)[:, :-1] < synthetic_acceptance
+        kept &= of_drafts[:, :, 0] > -jnp.inf  # but for what a constraint forbids
     num_kept = jnp.sum(jnp.cumprod((kept & is_draft).astype(jnp.int32), axis=1), axis=1).astype(jnp.int32)
     if rejects is not None and drafts.log_probabilities is not None and mode != "greedy":
         own = _draw_residual(target, drafts, num_kept, keys.reshape(rows, width))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 import llguidance
@@ -92,17 +95,49 @@ class GrammarState:
         expected = self._matcher.compute_ff_tokens()[:most]  # quick; what counts is what the masks say one by one
         if len(expected) < 2:
             return tuple(expected)
-        matcher = self._matcher.deep_copy()
         words = np.zeros(self._vocabulary.num_words, np.int32)
         run: list[int] = []
-        for token in expected:
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            word = 1 << token % 32
-            is_only = np.count_nonzero(words) == 1 and int(words[token // 32]) & 0xFFFFFFFF == word
-            if matcher.is_accepting() or not is_only or not matcher.consume_token(token):
-                break
-            run.append(token)
+        with self._trying(run) as matcher:
+            for token in expected:
+                matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+                word = 1 << token % 32
+                is_only = np.count_nonzero(words) == 1 and int(words[token // 32]) & 0xFFFFFFFF == word
+                if matcher.is_accepting() or not is_only or not matcher.consume_token(token):
+                    break
+                run.append(token)
         return tuple(run)
+
+    def look_ahead(self, drafts: Sequence[int], masks: np.ndarray) -> list[bool]:
+        tokens = list(takewhile(lambda token: 0 <= token < self._vocabulary.end_id, drafts))  # others are none
+        tokens = tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
+        can_end: list[bool] = []
+        taken: list[int] = []
+        with self._trying(taken) as matcher:
+            for token, mask in zip(tokens, masks, strict=False):
+                if not matcher.consume_token(token):
+                    break
+                taken.append(token)
+                if matcher.is_stopped():
+                    break
+                try:
+                    self.write_mask(mask)
+                except ConstraintError:
+                    break  # it is told when the output comes to that place, if it does
+                can_end.append(matcher.is_accepting())
+        return can_end
+
+    @contextmanager
+    def _trying(self, taken: list[int]) -> Iterator[llguidance.LLMatcher]:
+        """The matcher, to take in tokens that it gives back again: those that `taken` holds at the end.
+
+        It learns from them what a copy would forget. A copy serves where it fails on the way, which is for good.
+        """
+        before = self._matcher.deep_copy()
+        try:
+            yield self._matcher
+        finally:
+            if self._matcher.is_error() or not self._matcher.rollback(len(taken)):
+                self._matcher = before
 
 
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:

@@ -8,21 +8,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.engine.limits import SchedulerLimits
-from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
-from tests.engine.fake_device import VOCAB_SIZE, FakePending, FakeRunner, next_token
+from jaxserve.engine.schedule import DraftedTokens, SampledTokens, ScheduledBatch
+from tests.engine.fake_device import VOCAB_SIZE, FakePending, FakeRunner, nearest_allowed, next_token
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row's last token and its drafts, and what the device would say after each of them."""
+
+    slot: int
+    inputs: tuple[int, ...]
+    said: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Drafted:
     batch: ScheduledBatch
-    sampled: SampledTokens
+    rows: tuple[_Row, ...]
 
 
 class DraftingRunner(FakeRunner):
     """Writes all drafts of a row before it knows which are kept, as the device does.
 
     Args:
-        accuracy: probability that a draft is the right token.
+        accuracy: probability that a draft is the token that the device would say if it might say anything.
     """
 
     def __init__(self, limits: SchedulerLimits, accuracy: float, seed: int) -> None:
@@ -35,35 +44,49 @@ class DraftingRunner(FakeRunner):
         if not batch.num_drafts:
             return super().launch_forward(batch)
         self.launched.append(batch)
-        width = batch.num_drafts + 1
-        tokens, counts = np.full((len(batch.decode), width), -7, np.int32), np.ones(len(batch.decode), np.int32)
-        for place, row in enumerate(batch.decode):
+        rows: list[_Row] = []
+        for row in batch.decode:
             slot = self._slots[row.slot]
             if row.new_page >= 0:
                 slot.page_table[row.new_page_index :] = [row.new_page]
             start = slot.kv_len
-            inputs, kept = [slot.last_token], []
-            for _ in range(row.num_drafts):
+            inputs, said = [slot.last_token], []
+            while True:
                 self._write(slot, inputs[-1])
-                right = next_token(self._read(slot), slot.seed, slot.counter + len(inputs) - 1)
-                inputs.append(right if self._rng.random() < self._accuracy else (right + 1) % VOCAB_SIZE)
-            self._write(slot, inputs[-1])
-            for count in range(1, len(inputs) + 1):
-                slot.kv_len = start + count
-                kept.append(next_token(self._read(slot), slot.seed, slot.counter + count - 1))
-                if count == len(inputs) or inputs[count] != kept[-1]:
+                said.append(next_token(self._read(slot), slot.seed, slot.counter + len(said)))
+                if len(said) > row.num_drafts:
                     break
+                inputs.append(said[-1] if self._rng.random() < self._accuracy else (said[-1] + 1) % VOCAB_SIZE)
+            slot.kv_len = start
+            rows.append(_Row(row.slot, tuple(inputs), tuple(said)))
+        return _Drafted(batch, tuple(rows))
+
+    def fetch_drafts(self, logits: _Drafted) -> DraftedTokens:  # pyright: ignore
+        tokens = np.full((len(logits.rows), logits.batch.num_drafts), -7, np.int32)
+        for place, row in enumerate(logits.rows):
+            tokens[place, : len(row.inputs) - 1] = row.inputs[1:]
+        return DraftedTokens(tokens, np.array([len(row.inputs) - 1 for row in logits.rows], np.int32))
+
+    def launch_sample(  # pyright: ignore
+        self, logits: FakePending | _Drafted, masks: np.ndarray | None = None
+    ) -> tuple[ScheduledBatch, SampledTokens]:
+        if not isinstance(logits, _Drafted):
+            return super().launch_sample(logits, masks)
+        width = logits.batch.num_drafts + 1
+        tokens, counts = np.full((len(logits.rows), width), -7, np.int32), np.ones(len(logits.rows), np.int32)
+        for place, row in enumerate(logits.rows):
+            kept: list[int] = []
+            for position, token in enumerate(row.said):
+                word = -1 if masks is None else int(masks[place * width + position, 0])
+                kept.append(nearest_allowed(token, word))
+                if position + 1 == len(row.inputs) or row.inputs[position + 1] != kept[-1]:
+                    break
+            slot = self._slots[row.slot]
+            slot.kv_len += len(kept)
             slot.counter += len(kept)
             slot.last_token = kept[-1]
             tokens[place, : len(kept)] = kept
             counts[place] = len(kept)
             self.num_kept += len(kept) - 1
-        drafted = np.array([row.num_drafts for row in batch.decode], np.int32)
-        return _Drafted(batch, SampledTokens(tokens, counts, drafted))
-
-    def launch_sample(  # pyright: ignore
-        self, logits: FakePending | _Drafted, masks: np.ndarray | None = None
-    ) -> tuple[ScheduledBatch, SampledTokens]:
-        if isinstance(logits, _Drafted):
-            return logits.batch, logits.sampled
-        return super().launch_sample(logits, masks)
+        drafted = np.array([len(row.inputs) - 1 for row in logits.rows], np.int32)
+        return logits.batch, SampledTokens(tokens, counts, drafted)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
+from jaxserve.engine.schedule import DraftedTokens, SampledTokens, ScheduledBatch
 from jaxserve.engine.scheduler import SchedulerLimits
 
 VOCAB_SIZE = 32
@@ -33,8 +33,10 @@ def solo_tokens(prompt: Sequence[int], seed: int, max_output: int, stop_token_id
     return tokens[len(prompt) :]
 
 
-def _set_bits(word: int) -> list[int]:
-    return [bit for bit in range(VOCAB_SIZE) if word >> bit & 1]
+def nearest_allowed(token: int, word: int) -> int:
+    """The first token from `token` on, round the vocabulary, whose bit is set."""
+    allowed = [bit for bit in range(VOCAB_SIZE) if word >> bit & 1]
+    return min(allowed, key=lambda other: (other - token) % VOCAB_SIZE)
 
 
 @dataclass
@@ -94,6 +96,9 @@ class FakeRunner:
         rows = [*batch.decode, *batch.prefill]
         return FakePending(batch, tuple((self._slots[row.slot], self._read(self._slots[row.slot])) for row in rows))
 
+    def fetch_drafts(self, logits: FakePending) -> DraftedTokens:
+        raise TypeError(f"a step of {len(logits.batch.decode)} rows brings no drafts here")
+
     def launch_sample(
         self, logits: FakePending, masks: np.ndarray | None = None
     ) -> tuple[ScheduledBatch, SampledTokens]:
@@ -101,10 +106,8 @@ class FakeRunner:
         tokens = np.full((len(counts), 1), -7, np.int32)
         for row, (slot, context) in enumerate(logits.rows):
             if counts[row]:
-                allowed = range(VOCAB_SIZE) if masks is None else _set_bits(int(masks[row, 0]))
                 token = next_token(context, slot.seed, slot.counter)
-                slot.last_token = min(allowed, key=lambda other, token=token: (other - token) % VOCAB_SIZE)
-                tokens[row] = slot.last_token
+                slot.last_token = tokens[row] = token if masks is None else nearest_allowed(token, int(masks[row, 0]))
                 slot.counter += 1
         return logits.batch, SampledTokens(tokens, np.array(counts, np.int32))
 

@@ -15,11 +15,13 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.constraint import ConstraintError
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.draft_lengths import DraftLengths
 from jaxserve.engine.forced_tokens import choose_jumps
 from jaxserve.engine.request import RequestOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.token_masks import allow, num_words
 from jaxserve.sampling_params import SamplingParams
+from tests.engine.drafting_device import DraftingRunner
 from tests.engine.fake_device import FakeRunner, solo_tokens
 from tests.engine.scheduler_harness import make_limits
 from tests.engine.test_client import EOS, MODEL_CONFIG, PROMPT, TIMEOUT
@@ -56,6 +58,20 @@ class Words:
             run += self._rule.sets[place]
         return tuple(run)
 
+    def look_ahead(self, drafts: Sequence[int], masks: np.ndarray) -> list[bool]:
+        ahead, can_end = Words(self._rule), []
+        ahead._position = self._position
+        for draft, mask in zip(drafts, masks, strict=True):
+            try:
+                ahead.accept(draft)
+            except ConstraintError:
+                break
+            if ahead.is_final:
+                break
+            ahead.write_mask(mask)
+            can_end.append(ahead.is_complete)
+        return can_end
+
 
 @dataclass(frozen=True)
 class WordRule:
@@ -69,9 +85,15 @@ class WordRule:
 
 
 @contextmanager
-def running_engine(**limits: int) -> Iterator[tuple[EngineClient, FakeRunner]]:
-    scheduler = Scheduler(make_limits(**limits))
-    runner = FakeRunner(scheduler.limits)
+def running_engine(accuracy: float | None = None, **limits: int) -> Iterator[tuple[EngineClient, FakeRunner]]:
+    """Over a device that drafts with this accuracy; None: that does not."""
+    if accuracy is None:
+        scheduler = Scheduler(make_limits(**limits))
+        runner = FakeRunner(scheduler.limits)
+    else:
+        lengths = DraftLengths("fake", (3,), 4, adaptive=False)
+        scheduler = Scheduler(make_limits(**limits), drafting=lengths)
+        runner = DraftingRunner(scheduler.limits, accuracy, seed=1)
     client = EngineClient(
         config=EngineConfig(), model_config=MODEL_CONFIG, scheduler=scheduler, runner=runner, device_kind="fake"
     )
@@ -166,15 +188,19 @@ RUNS = WordRule(
 )
 
 
-def answers_of(rules: Sequence[WordRule], max_tokens: int, **limits: int) -> list[tuple[list[int], RequestOutput]]:
+def answers_of(
+    rules: Sequence[WordRule], max_tokens: int, accuracy: float | None = None, **limits: int
+) -> list[tuple[list[int], RequestOutput]]:
     """What choices of several seeds say side by side, and an unconstrained one among them."""
-    with running_engine(**limits) as (engine, _):
+    with running_engine(accuracy, **limits) as (engine, runner):
         heard = [
             Heard(engine, SamplingParams(max_tokens=max_tokens, seed=seed, constraint=rule))
             for seed, rule in enumerate(rules)
         ]
         heard.append(Heard(engine, SamplingParams(max_tokens=max_tokens, seed=99, ignore_eos=True)))
-        return [one.wait() for one in heard]
+        answers = [one.wait() for one in heard]
+    assert accuracy is None or any(batch.num_drafts for batch in runner.launched)
+    return answers
 
 
 @pytest.mark.parametrize("max_tokens", [5, 13, 21, 30])
@@ -190,6 +216,44 @@ def test_forced_tokens_change_nothing(max_tokens: int, limits: dict[str, int]) -
     for (_, last), (_, expected) in zip(jumping, walking, strict=True):
         assert (last.finish_reason, last.stop_token_id) == (expected.finish_reason, expected.stop_token_id)
     assert jumping[-1][0] == solo_tokens(PROMPT, 99, max_tokens)
+
+
+ANY = tuple(range(32))
+ALMOST_ANY = tuple(token for token in range(32) if token % 8)
+HALF = tuple(range(0, 32, 2))
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize("limits", [{"tokens": 32}, {"pages": 18, "max_len": 48}, {"prefill_rows": 1}])
+def test_drafts_change_nothing(accuracy: float, jumps: bool, limits: dict[str, int]) -> None:
+    wide = WordRule((*(ALMOST_ANY, HALF, ALMOST_ANY) * 8,), shortest=9)
+    ends = WordRule((ALMOST_ANY,) * 7, shortest=7)  # amid kept drafts nothing may follow
+    stops = WordRule(
+        (tuple(token for token in range(32) if token != EOS),) * 26, shortest=3
+    )  # amid kept drafts it may end
+    own = solo_tokens(PROMPT, 3, 26)
+    forced = [(token,) for token in own[4:9]]  # which drafts foresee
+    foreseen = WordRule((*[ANY] * 4, *forced, *[ANY] * 6, *forced, *RUNS.sets[:5]), shortest=25, jumps=jumps)
+    rules = [wide, ends, stops, foreseen, dataclasses.replace(RUNS, jumps=jumps), stops, stops, stops]
+    drafting = answers_of(rules, 26, accuracy, **limits)
+    walking = answers_of([dataclasses.replace(rule, jumps=False) for rule in rules], 26, **limits)
+    assert [tokens for tokens, _ in drafting] == [tokens for tokens, _ in walking]
+    for (_, last), (_, expected) in zip(drafting, walking, strict=True):
+        assert (last.finish_reason, last.stop_token_id) == (expected.finish_reason, expected.stop_token_id)
+    assert drafting[-1][0] == solo_tokens(PROMPT, 99, 26)
+
+
+def test_right_drafts_under_a_constraint_save_steps() -> None:
+    def steps_of(accuracy: float | None) -> int:
+        with running_engine(accuracy) as (engine, _):
+            rule = WordRule((ANY,) * 40, shortest=40)
+            tokens, last = Heard(engine, SamplingParams(max_tokens=40, seed=1, constraint=rule)).wait()
+            assert len(tokens) == 40 and last.finish_reason == "stop"
+            assert engine.stats().generation_tokens == 40
+            return engine.stats().num_steps
+
+    assert steps_of(1.0) <= steps_of(None) / 3
 
 
 def test_forced_tokens_save_steps() -> None:

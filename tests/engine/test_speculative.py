@@ -19,6 +19,7 @@ from jaxserve.engine.sequence import Sequence
 from jaxserve.models.params import LlamaParams
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative_config import SpeculativeConfig
+from tests.engine.json_answers import check_json_answers
 from tests.engine.lean_engine import lean_engine
 from tests.engine.test_constraints import WordRule
 from tests.engine.test_engine import compilations, mixed_requests, until_idle
@@ -102,6 +103,12 @@ def test_a_mixed_batch_gives_what_each_request_gives_without_speculation(
     plain: EngineClient, engine: EngineClient
 ) -> None:
     check_mixed_batch(plain, engine, repetitive_requests(16, seed=1), more_kept_than=10)
+
+
+def test_json_is_what_it_is_without_speculation(plain: EngineClient, engine: EngineClient) -> None:
+    before = accepted(engine)
+    check_json_answers(plain, engine)
+    assert accepted(engine) > before + 20
 
 
 def outputs(engine: EngineClient, request: Request) -> list[Any]:

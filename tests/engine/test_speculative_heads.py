@@ -22,6 +22,7 @@ from jaxserve.models.medusa import MedusaConfig
 from jaxserve.models.params import LlamaParams
 from jaxserve.sharding.collectives import Collectives
 from jaxserve.speculative_config import HEAD_METHODS, SpeculativeConfig
+from tests.engine.json_answers import check_json_answers
 from tests.engine.lean_engine import lean_engine
 from tests.engine.test_engine import compilations, until_idle
 from tests.engine.test_speculative import check_mixed_batch, greedy, repetitive_requests
@@ -176,6 +177,10 @@ def test_a_mixed_batch_gives_what_each_request_gives_without_speculation(
     plain: EngineClient, engine: EngineClient
 ) -> None:
     check_mixed_batch(plain, engine, repetitive_requests(12, seed=5), more_kept_than=0)
+
+
+def test_json_is_what_it_is_without_speculation(plain: EngineClient, engine: EngineClient) -> None:
+    check_json_answers(plain, engine)
 
 
 def test_nothing_is_compiled_while_heads_draft(engine: EngineClient) -> None:

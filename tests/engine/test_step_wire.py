@@ -41,6 +41,9 @@ class Rule:
     def forced_run(self, most: int) -> tuple[int, ...]:
         return ()
 
+    def look_ahead(self, drafts: Any, masks: np.ndarray) -> list[bool]:
+        return []
+
 
 def sequence(sampling: SamplingParams, *, index: int = 0, outputs: int = 0) -> Sequence:
     prompt = tuple(range(3, 12))

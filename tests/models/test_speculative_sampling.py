@@ -221,6 +221,21 @@ def test_synthetic_acceptance_keeps_each_draft_with_its_probability(wanted: floa
     assert (drawn.tokens[kept, 0] == drawn.drafts[kept, 0]).all()
 
 
+def test_synthetic_acceptance_keeps_no_draft_that_is_impossible() -> None:
+    logits = np.zeros((2 * (NUM_DRAFTS + 1), VOCAB), np.float32)
+    logits[4, 5] = -np.inf  # of the second row, after its first draft
+    verified = verify(
+        jnp.asarray(logits),
+        Drafts(token_ids=jnp.full((2, NUM_DRAFTS), 5, jnp.int32), counts=jnp.full((2,), NUM_DRAFTS, jnp.int32)),
+        arrays(2, temperature=0.0),
+        jnp.zeros((2, 2), jnp.uint32),
+        jnp.zeros((2,), jnp.int32),
+        mode="greedy",
+        synthetic_acceptance=1.0,
+    )
+    assert np.asarray(verified.counts).tolist() == [3, 2]
+
+
 def test_positions_of_a_row_draw_with_the_counters_of_their_tokens() -> None:
     counters = position_counters(jnp.array([4, 9], jnp.int32), 3)
     assert np.asarray(counters).tolist() == [4, 5, 6, 9, 10, 11]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from jaxserve.constraint import ConstraintError
+from jaxserve.constraint import ConstraintError, TokenConstraint
 from jaxserve.structured.compiler import GrammarCompiler
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammar import Grammar
-from tests.fakes import byte_tokenizer
-from tests.structured.grammars import compiled, refused_at
+from tests.fakes import MODEL_CONFIG, byte_tokenizer
+from tests.structured.grammars import allowed, compiled, looked_ahead, refused_at
 
 CHOICES = ["a/b", "c.d\n", 'é"', "ab", "abc", "{x}"]
 
@@ -70,6 +72,36 @@ def test_forced_tokens() -> None:
     assert bytes(state.forced_run(10)) == b"i"
     state.accept(ord("i"))
     assert state.is_final and state.forced_run(10) == ()
+
+
+def test_drafts_are_followed_as_far_as_they_may_stand_there() -> None:
+    state = compiled(Grammar("regex", "ab(c|d(e)?)(fg)?")).start()
+    state.accept(ord("a"))
+    assert told(state, b"bdfx") == [(b"cd", False), (b"ef", True), (b"g", False)]
+    assert told(state, b"bdef") == [(b"cd", False), (b"ef", True), (b"f", True), (b"g", False)]
+    assert told(state, b"xb") == told(state, b"") == []
+    for no_token in (MODEL_CONFIG.vocab_size, 100_000):
+        assert told(state, [ord("b"), no_token, ord("d")]) == [(b"cd", False)]
+    for byte in b"bcf":
+        state.accept(byte)
+    assert told(state, b"gg") == []  # nothing may follow
+    state.accept(ord("g"))
+    assert state.is_final
+
+
+def told(state: TokenConstraint, drafts: Sequence[int]) -> list[tuple[bytes, bool]]:
+    return [(bytes(tokens), can_end) for tokens, can_end in looked_ahead(state, drafts)]
+
+
+def test_what_was_looked_at_ahead_is_forgotten() -> None:
+    state = compiled(Grammar("regex", "(ab|cd){2,9}")).start()
+    for byte in b"abcd":
+        for drafts in (b"abab", b"cdcdcdcd", b"zzz", bytes((byte,)), b"abababababababababab"):
+            expected = allowed(state), state.is_complete
+            looked_ahead(state, drafts)
+            assert (allowed(state), state.is_complete) == expected
+        state.accept(byte)
+    assert state.is_complete
 
 
 @pytest.mark.anyio

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from jaxserve import Engine, EngineConfig
 from jaxserve.structured.grammar import Grammar, GrammarState
-from tests.structured.grammars import allowed, compiled, refused_at
+from tests.structured.grammars import allowed, check_look_ahead, compiled, refused_at
 from tests.structured.schemas import SchemaCase, all_schemas
 from tests.tiny_model import write_tiny_llama
 
@@ -41,6 +41,7 @@ def test_values_are_accepted_and_refused(case: SchemaCase) -> None:
     for value in case.good:
         assert validator.is_valid(value), value
         assert refused_at(grammar, text_of(value)) is None, value
+        check_look_ahead(grammar, text_of(value).encode())
     for value in case.bad:
         stopped = refused_at(grammar, text_of(value))
         assert stopped is not None, value
