@@ -15,6 +15,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "gpu"]
 LoadFormat = Literal["auto", "dummy"]
 AccessLog = Literal["json", "text", "none"]
+EngineProcess = Literal["auto", "on", "off"]
 Mode = Literal["local", "interactive", "server"]
 SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
@@ -322,6 +323,8 @@ class ServerConfig:
             its request's body, or has not sent its request's head.
         timeout_keep_alive: seconds that a connection is kept after an answer, for the next request.
         max_connections: one more gets status 503; None: what the limit on open files leaves room for.
+        engine_process: whether the engine gets a process of its own, which its steps need not share with the server's
+            work; "auto": on anything but a CPU.
         restart_engine: whether a failed engine is built anew; otherwise the process ends.
         otlp_traces_endpoint: URL that OpenTelemetry spans are sent to, one for each request; None: none are made.
         access_log: one line for each answer.
@@ -346,6 +349,7 @@ class ServerConfig:
     stalled_client_timeout: float = 60.0
     timeout_keep_alive: float = 75.0
     max_connections: int | None = None
+    engine_process: EngineProcess = "auto"
     restart_engine: bool = False
     max_body_bytes: int = 16 * 1024 * 1024
     otlp_traces_endpoint: str | None = None
@@ -381,6 +385,8 @@ class ServerConfig:
             raise ValueError(
                 f"otlp_traces_endpoint={self.otlp_traces_endpoint!r} must be a URL like 'http://localhost:4318/v1/traces'"
             )
+        if self.engine_process not in get_args(EngineProcess):
+            raise ValueError(f"engine_process={self.engine_process!r} must be auto, on or off")
         if self.access_log not in ("json", "text", "none"):
             raise ValueError(f"access_log={self.access_log!r} must be json, text or none")
         if self.log_requests_content and not self.log_requests:

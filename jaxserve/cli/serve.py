@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import typer
 
 from jaxserve.cli import serve_options as options
@@ -83,6 +85,7 @@ def serve(
     stalled_client_timeout: options.StalledClientTimeout = _SERVER.stalled_client_timeout,
     timeout_keep_alive: options.TimeoutKeepAlive = _SERVER.timeout_keep_alive,
     max_connections: options.MaxConnections = None,
+    engine_process: options.EngineProcessName = _SERVER.engine_process,
     restart_engine: options.RestartEngine = False,
     otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
     access_log: options.AccessLogForm = _SERVER.access_log,
@@ -140,6 +143,7 @@ def serve(
             stalled_client_timeout=stalled_client_timeout,
             timeout_keep_alive=timeout_keep_alive,
             max_connections=max_connections,
+            engine_process=engine_process,
             restart_engine=restart_engine,
             otlp_traces_endpoint=otlp_traces_endpoint,
             access_log=access_log,
@@ -147,6 +151,8 @@ def serve(
             log_requests_content=log_requests_content,
         )
         # Here and not at the top: it brings jax, which --help need not wait for.
+        from jaxserve.engine.engine_process import ProcessSetup
         from jaxserve.server.run import serve as run_server
 
-        raise typer.Exit(run_server(model, engine_config, server_config, progress_on()))
+        setup = ProcessSetup(partial(configure_logging, verbose, shown=_SHOWN), progress_on)
+        raise typer.Exit(run_server(model, engine_config, server_config, progress_on(), setup))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from jaxserve.config import ToolCallFormat
+from jaxserve.config import EngineProcess, ToolCallFormat
 
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0: all.")]
 Port = Annotated[int, typer.Option(metavar="PORT", help="Port to listen on; 0: any free one.")]
@@ -109,6 +109,10 @@ TimeoutKeepAlive = Annotated[
 MaxConnections = Annotated[
     int | None,
     typer.Option(metavar="COUNT", help="Clients' connections; one more is refused. Unset: as open files allow."),
+]
+EngineProcessName = Annotated[
+    EngineProcess,
+    typer.Option("--engine-process", help="Run the engine in a process of its own; auto: on anything but a CPU."),
 ]
 RestartEngine = Annotated[
     bool, typer.Option("--restart-engine", help="Build a failed engine anew, in place of ending the process.")

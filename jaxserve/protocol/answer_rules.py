@@ -6,11 +6,12 @@ from typing import Any
 
 from jaxserve.config import ToolCallFormat
 from jaxserve.constraint import Constraint
-from jaxserve.protocol.errors import BadRequestError
+from jaxserve.engine.request import EngineStoppedError
+from jaxserve.protocol.errors import BadRequestError, from_engine_error
 from jaxserve.protocol.output_format import compile_tags, compile_wanted, wanted_grammar, wanted_tags
 from jaxserve.protocol.requests import ChatCompletionRequest, GenerationRequest
 from jaxserve.protocol.tools import NamedToolChoice, Tool, ToolChoice, ToolUse
-from jaxserve.structured.compiler import GrammarCompiler
+from jaxserve.structured.compiler import Compiler, GrammarCompiler
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammar import Grammar
 from jaxserve.structured.tool_grammar import CallShape, tool_call_grammar
@@ -24,16 +25,21 @@ class AnswerRules:
 
     Args:
         tool_call_format: how the model writes calls; None: told by its template.
+        compiler: of grammars, closed together with this; None: they are compiled here.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, tool_call_format: ToolCallFormat | None = None
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        tool_call_format: ToolCallFormat | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         source = "" if template is None else template.source
         self._format: ToolCallFormat | None = tool_call_format or format_of_template(source)
         self._template_knows_tools = "tools" in source
-        self._grammars = GrammarCompiler(tokenizer)
+        self._grammars = compiler or GrammarCompiler(tokenizer)
         marker_ids = [tokenizer.token_id(marker) for marker in MARKERS]
         self._marker_ids = tokenizer.special_token_ids.intersection(marker_ids)
         ids = {spelling: tokenizer.token_id(spelling) for spelling in tokenizer.special_tokens}
@@ -67,14 +73,12 @@ class AnswerRules:
 
         Raises:
             BadRequestError: it cannot be enforced; names the part at fault.
+            UnavailableError: the engine that would compile it has ended.
         """
-        if use is not None:
-            return await self._tool_constraint(request, use)
-        tags = wanted_tags(request.response_format, request.structured_outputs)
-        if tags is not None:
-            return await compile_tags(self._grammars, *tags, self._control_ids)
-        wanted = wanted_grammar(request.response_format, request.structured_outputs)
-        return None if wanted is None else await compile_wanted(self._grammars, *wanted)
+        try:
+            return await self._constraint(request, use)
+        except EngineStoppedError as error:
+            raise from_engine_error(error) from error
 
     def shown_ids(self, request: GenerationRequest, use: ToolUse | None) -> frozenset[int]:
         """Control tokens that belong to the answer's text: those that its calls or tags are marked with."""
@@ -88,6 +92,15 @@ class AnswerRules:
 
     def close(self) -> None:
         self._grammars.close()
+
+    async def _constraint(self, request: GenerationRequest, use: ToolUse | None) -> Constraint | None:
+        if use is not None:
+            return await self._tool_constraint(request, use)
+        tags = wanted_tags(request.response_format, request.structured_outputs)
+        if tags is not None:
+            return await compile_tags(self._grammars, *tags, self._control_ids)
+        wanted = wanted_grammar(request.response_format, request.structured_outputs)
+        return None if wanted is None else await compile_wanted(self._grammars, *wanted)
 
     async def _tool_constraint(self, request: GenerationRequest, use: ToolUse) -> Constraint | None:
         if request.structured_outputs is not None:

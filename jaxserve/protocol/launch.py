@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
-from jax.sharding import Mesh
-
-from jaxserve.checkpoint.draft_heads import load_draft_head
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, check_files, is_converted, read_manifest
 from jaxserve.checkpoint.source import draft_head_folder, resolve_model
 from jaxserve.checkpoint.store import converted_folder, load_checkpoint
-from jaxserve.config import EngineConfig, ModelConfig, ToolCallFormat
-from jaxserve.engine.build import build_engine, build_runner, make_engine_mesh
-from jaxserve.engine.build_drafting import Model
-from jaxserve.engine.client import EngineClient, Replica
-from jaxserve.engine.cluster import Follower, Leader, join_cluster
+from jaxserve.config import EngineConfig, ToolCallFormat
+from jaxserve.engine.build import build_runner, make_engine_mesh
+from jaxserve.engine.cluster import Follower, join_cluster
 from jaxserve.engine.cluster_runner import follow
-from jaxserve.engine.replicas import start_engine
+from jaxserve.engine.engine_process import ProcessSetup
+from jaxserve.engine.remote_engine import RemoteEngine
 from jaxserve.engine.request import RequestError
-from jaxserve.models.draft_head import DraftHead
 from jaxserve.progress import Progress
+from jaxserve.protocol.checkpoint_engine import start_checkpoint_engine
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.speculative_config import HEAD_METHODS
+from jaxserve.structured.compiler import ForwardingCompiler
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -40,6 +38,7 @@ def launch(
     allow_special_tokens_in_content: bool = False,
     tool_call_parser: ToolCallFormat | None = None,
     pinned_prompt: str | None = None,
+    engine_process: ProcessSetup | None = None,
 ) -> OpenAIService:
     """A service whose engine runs and has compiled all it will ever need.
 
@@ -48,30 +47,22 @@ def launch(
         served_model_name: what clients call the model; None: `model` itself.
         tool_call_parser: how the model writes calls of tools; None: told by its chat template.
         pinned_prompt: a system prompt that is computed at once and kept; None: nothing is.
+        engine_process: the engine runs in a process of its own, which speaks to people in this way; None: in this one.
 
     Raises:
         CheckpointError: the model cannot be found, read or used; one line says what to do about it.
         ValueError: the pinned prompt cannot be served.
         ClusterError: another host with which this one was to share the model is gone.
+        EngineProcessError: the engine's process ended while it loaded.
     """
-    leader = _join(model, config)
-    if isinstance(leader, Follower):
-        raise ValueError(f"node_rank={config.node_rank} follows host 0, and serves nothing: `launch_follower` runs it")
+    _check_shared(model, config)
     folder = converted_folder(resolve_model(model, progress), progress)
     check_files(folder, read_manifest(folder))
     tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
     template = load_chat_template(tokenizer, model)
     draft_folder = resolve_draft_model(config, tokenizer, progress)
-
-    def build(config: EngineConfig, replica: Replica) -> EngineClient:
-        mesh = make_engine_mesh(config, replica.index)
-        checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
-        draft = (
-            None if draft_folder is None else load_draft(draft_folder, config, checkpoint.model_config, progress, mesh)
-        )
-        return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft, leader)
-
-    engine = start_engine(config, build)
+    start = partial(start_checkpoint_engine, folder, draft_folder, config)
+    engine = start(progress).engine if engine_process is None else RemoteEngine(start, engine_process)
     service = OpenAIService(
         engine,
         tokenizer,
@@ -79,6 +70,7 @@ def launch(
         served_model_name or model,
         allow_special_tokens_in_content=allow_special_tokens_in_content,
         tool_call_parser=tool_call_parser,
+        compiler=ForwardingCompiler(engine.compile_constraint) if isinstance(engine, RemoteEngine) else None,
     )
     if pinned_prompt is not None:
         try:
@@ -114,21 +106,6 @@ def resolve_draft_model(config: EngineConfig, tokenizer: Tokenizer, progress: Pr
     return folder
 
 
-def load_draft(
-    folder: Path, config: EngineConfig, target: ModelConfig, progress: Progress, mesh: Mesh
-) -> Model | DraftHead:
-    """The model or head that drafts, to be placed beside the one that is served.
-
-    Raises:
-        CheckpointError: a head that is damaged, or of another model.
-    """
-    method = None if config.speculative_config is None else config.speculative_config.method
-    if method == "eagle" or method == "eagle3" or method == "medusa":
-        return load_draft_head(folder, method, target)
-    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
-    return Model(checkpoint.model_config, checkpoint.params)
-
-
 def launch_follower(model: str, config: EngineConfig, progress: Progress) -> None:
     """Runs this host's part of a model that several share (`nnodes`), until the first host ends.
 
@@ -136,7 +113,8 @@ def launch_follower(model: str, config: EngineConfig, progress: Progress) -> Non
         CheckpointError: as `launch`.
         ClusterError: the first host is gone.
     """
-    link = _join(model, config)
+    _check_shared(model, config)
+    link = join_cluster(config)
     if not isinstance(link, Follower):
         raise ValueError(f"node_rank={config.node_rank} of nnodes={config.nnodes} follows nobody")
     folder = Path(model)
@@ -147,17 +125,14 @@ def launch_follower(model: str, config: EngineConfig, progress: Progress) -> Non
     follow(built.runner, link)
 
 
-def _join(model: str, config: EngineConfig) -> Leader | Follower | None:
-    """This host's part of those that share the model; None: there are no others.
-
-    Raises:
-        CheckpointError: there are, and the model would have to be converted by all of them at once.
+def _check_shared(model: str, config: EngineConfig) -> None:
+    """Raises:
+    CheckpointError: several hosts are to share a model, which all of them at once would have to convert.
     """
     if config.nnodes > 1 and not is_converted(Path(model)):
         raise CheckpointError(
             f"{model}: several hosts take a folder that `jaxserve convert` has made, each its own or one that all see"
         )
-    return join_cluster(config)
 
 
 def load_chat_template(tokenizer: Tokenizer, model: str) -> ChatTemplate | None:

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from jaxserve.constraint import Constraint
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.validation import StrictModel, kind, supported
-from jaxserve.structured.compiler import GrammarCompiler
+from jaxserve.structured.compiler import Compiler
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.grammar import CompiledGrammar, Grammar
+from jaxserve.structured.grammar import Grammar
 from jaxserve.structured.structural_tag import Tag, structural_tag_grammar
 
 MAX_CHOICES_LISTED = 10_000
@@ -177,8 +178,8 @@ def wanted_tags(
 
 
 async def compile_tags(
-    compiler: GrammarCompiler, wanted: StructuralTag, param: str, control_ids: Mapping[str, int]
-) -> CompiledGrammar:
+    compiler: Compiler, wanted: StructuralTag, param: str, control_ids: Mapping[str, int]
+) -> Constraint:
     """The constraint of structural tags.
 
     Args:
@@ -197,7 +198,7 @@ async def compile_tags(
     return await compile_wanted(compiler, grammar, param)
 
 
-async def compile_wanted(compiler: GrammarCompiler, grammar: Grammar, param: str) -> CompiledGrammar:
+async def compile_wanted(compiler: Compiler, grammar: Grammar, param: str) -> Constraint:
     """Raises:
     BadRequestError: it cannot be enforced; names the part at fault.
     """

@@ -42,6 +42,7 @@ from jaxserve.protocol.responses_api_tools import own_names
 from jaxserve.protocol.tokenize_requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from jaxserve.protocol.tools import ToolUse
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.compiler import Compiler
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -97,7 +98,12 @@ class OpenAIService:
         *,
         allow_special_tokens_in_content: bool = False,
         tool_call_parser: ToolCallFormat | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
+        """
+        Args:
+            compiler: of grammars, closed together with this; None: they are compiled in this process.
+        """
         self.engine = engine
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -109,7 +115,7 @@ class OpenAIService:
             vocab_size=engine.model_config.vocab_size,
             allow_special_tokens_in_content=allow_special_tokens_in_content,
         )
-        self._rules = AnswerRules(tokenizer, template, tool_call_parser)
+        self._rules = AnswerRules(tokenizer, template, tool_call_parser, compiler)
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="jaxserve-text")
 
     async def chat_completion(

@@ -19,7 +19,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerC
     """What servers were started with, in place of starting them."""
     calls: list[tuple[EngineConfig, ServerConfig]] = []
 
-    def run(model: str, engine: EngineConfig, server: ServerConfig, progress: object) -> int:
+    def run(model: str, engine: EngineConfig, server: ServerConfig, progress: object, setup: object) -> int:
         calls.append((engine, server))
         return 0
 
@@ -38,6 +38,7 @@ def test_flags_reach_the_server(started: list[tuple[EngineConfig, ServerConfig]]
     flags = [
         "--uds", "/run/jaxserve.sock", "--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem", "--root-path", "/llm",
         "--allowed-origins", "https://a.example", "--allowed-origins", "https://b.example", "--restart-engine",
+        "--engine-process", "on",
         "--access-log", "json", "--log-requests", "--log-requests-content", "--max-body-bytes", "1000",
         "--stalled-client-timeout", "7", "--allow-special-tokens-in-content", "--max-num-queued-reqs", "5",
         "--max-num-queued-tokens", "600", "--timeout-keep-alive", "9", "--max-connections", "50", "--otlp-traces-endpoint", "http://localhost:4318",
@@ -49,7 +50,7 @@ def test_flags_reach_the_server(started: list[tuple[EngineConfig, ServerConfig]]
         allowed_origins=("https://a.example", "https://b.example"), restart_engine=True, access_log="json",
         log_requests=True, log_requests_content=True, max_body_bytes=1000, stalled_client_timeout=7.0,
         allow_special_tokens_in_content=True, otlp_traces_endpoint="http://localhost:4318",
-        timeout_keep_alive=9.0, max_connections=50,
+        timeout_keep_alive=9.0, max_connections=50, engine_process="on",
     )  # fmt: skip
     assert (engine.max_num_queued_requests, engine.max_num_queued_tokens) == (5, 600)
 

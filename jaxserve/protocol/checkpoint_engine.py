@@ -1,0 +1,66 @@
+"""From a model's folder to a running engine: what happens in the engine's process, whichever that is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from jaxserve.checkpoint.draft_heads import load_draft_head
+from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER
+from jaxserve.checkpoint.store import load_checkpoint
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine.build import build_engine, make_engine_mesh
+from jaxserve.engine.build_drafting import Model
+from jaxserve.engine.client import EngineClient, Replica
+from jaxserve.engine.cluster import Follower, join_cluster
+from jaxserve.engine.process_messages import HostedEngine
+from jaxserve.engine.replicas import start_engine
+from jaxserve.models.draft_head import DraftHead
+from jaxserve.progress import Progress
+from jaxserve.structured.compiler import GrammarCompiler
+from jaxserve.text.tokenizer import load_tokenizer
+
+
+def start_checkpoint_engine(
+    folder: Path, draft_folder: Path | None, config: EngineConfig, progress: Progress
+) -> HostedEngine:
+    """An engine that runs a model which `jaxserve convert` has made, and what compiles grammars for it.
+
+    Args:
+        draft_folder: of the model or head that drafts; None: none does.
+
+    Raises:
+        CheckpointError: the model cannot be read or used.
+        ValueError, OutOfMemoryError: sizes that do not go together, or do not fit the device.
+        ClusterError: another host with which this one was to share the model is gone.
+    """
+    leader = join_cluster(config)
+    if isinstance(leader, Follower):
+        raise ValueError(f"node_rank={config.node_rank} follows host 0, and serves nothing: `launch_follower` runs it")
+
+    def build(config: EngineConfig, replica: Replica) -> EngineClient:
+        mesh = make_engine_mesh(config, replica.index)
+        checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
+        draft = (
+            None if draft_folder is None else load_draft(draft_folder, config, checkpoint.model_config, progress, mesh)
+        )
+        return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft, leader)
+
+    grammars = GrammarCompiler(lambda: load_tokenizer(folder / TOKENIZER_FOLDER))
+    return HostedEngine(start_engine(config, build), grammars.future)
+
+
+def load_draft(
+    folder: Path, config: EngineConfig, target: ModelConfig, progress: Progress, mesh: Mesh
+) -> Model | DraftHead:
+    """The model or head that drafts, to be placed beside the one that is served.
+
+    Raises:
+        CheckpointError: a head that is damaged, or of another model.
+    """
+    method = None if config.speculative_config is None else config.speculative_config.method
+    if method == "eagle" or method == "eagle3" or method == "medusa":
+        return load_draft_head(folder, method, target)
+    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
+    return Model(checkpoint.model_config, checkpoint.params)
