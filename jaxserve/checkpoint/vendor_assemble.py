@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ import numpy as np
 from jaxserve.checkpoint.assemble import Assembler, check_number_of_layers, transposed
 from jaxserve.checkpoint.pieces import EMBEDDING_PIECE, HEAD_PIECE, piece_names
 from jaxserve.checkpoint.tensor_names import TensorNames
-from jaxserve.checkpoint.tensor_source import TensorSource
+from jaxserve.checkpoint.tensor_source import BFLOAT16, TensorSource
 from jaxserve.checkpoint.vendor_config import VendorForm
 from jaxserve.checkpoint.vendor_source import VendorSource
 from jaxserve.checkpoint.vendor_tensors import LayerTensors, check_layer, check_left, layer_tensors
 from jaxserve.config import ModelConfig, QuantizationConfig
 from jaxserve.models.params import QUANTIZABLE
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class VendorAssembler:
         dense = Assembler.checked(view, names, config, dtype, where)
         for layer in layers:
             check_layer(source, layer, form, dense, where)
+        if form.quantization.format == "int4":
+            _warn_of_rounded_scales(source, layers, where)
         quantized = dataclasses.replace(
             dense.config, quantization=_quantization(form, layers), kv_cache_scales=form.has_kv_scales
         )
@@ -99,20 +104,30 @@ class VendorAssembler:
         num_inputs = QUANTIZABLE[name]
         inputs, outputs = dense.shape[:num_inputs], dense.shape[num_inputs:]
         matrix = dense.astype(self.form.number_dtype, copy=False).reshape(math.prod(inputs), math.prod(outputs))
-        return transposed(matrix).reshape(*outputs, *inputs)
+        values = transposed(matrix).reshape(*outputs, *inputs)
+        return values if self.form.number_bits == 8 else _in_pairs(values)
 
     def _weight_scales(self, name: str, tensors: tuple[str, ...]) -> np.ndarray:
-        """Float32 [*outputs]: a module with one scale gives it to each of its outputs."""
+        """As `QuantizedWeight` has them: a module with one scale gives it to each of its outputs."""
         config, sizes = self.config, self._output_sizes(name)
-        scales = [self.source.read(tensor).astype(np.float32).reshape(-1) for tensor in tensors]
-        if len(scales) == 1 and len(sizes) > 1 and scales[0].size > 1:  # fused in the file too
+        is_grouped = self.form.quantization.format == "int4"
+        held = [self.source.read(tensor).astype(np.float32) for tensor in tensors]
+        scales = [scale if is_grouped else scale.reshape(-1, 1) for scale in held]  # [outputs or 1, groups or 1]
+        if len(scales) == 1 and len(sizes) > 1 and scales[0].shape[0] > 1:  # fused in the file too
             scales = np.split(scales[0], np.cumsum(sizes)[:-1])
         elif len(scales) == 1:
             scales = scales * len(sizes)
-        parts = [np.broadcast_to(tensor, (size,)) for tensor, size in zip(scales, sizes, strict=True)]
+        groups = scales[0].shape[1]
+        parts = [np.broadcast_to(scale, (size, groups)) for scale, size in zip(scales, sizes, strict=True)]
         if name == "wqkv":
-            return np.concatenate([part.reshape(config.num_kv_heads, -1, config.head_dim) for part in parts], axis=1)
-        return np.stack(parts) if name == "w_gate_up" else np.ascontiguousarray(parts[0])
+            by_head = [part.reshape(config.num_kv_heads, -1, config.head_dim, groups) for part in parts]
+            fused = np.concatenate(by_head, axis=1)
+        else:
+            fused = np.stack(parts) if name == "w_gate_up" else parts[0]
+        if not is_grouped:
+            return np.ascontiguousarray(fused[..., 0])
+        group_axes = (config.num_kv_heads, -1) if name == "wo" else (groups,)
+        return np.moveaxis(fused, -1, 0).reshape(*group_axes, *fused.shape[:-1]).astype(BFLOAT16)
 
     def _output_sizes(self, name: str) -> tuple[int, ...]:
         config = self.config
@@ -126,6 +141,19 @@ class VendorAssembler:
 
     def _scalar(self, name: str) -> float:
         return float(self.source.read(name).astype(np.float32).reshape(()))
+
+
+def _warn_of_rounded_scales(source: TensorSource, layers: tuple[LayerTensors, ...], where: str) -> None:
+    tensors = (name for layer in layers for group in layer.scales.values() for name in group)
+    dtypes = sorted({source.dtype(name).name for name in tensors} - {BFLOAT16.name})
+    if dtypes:
+        logger.warning("%s: scales are %s, and rounded to bfloat16", where, " and ".join(dtypes))
+
+
+def _in_pairs(numbers: np.ndarray) -> np.ndarray:
+    """4-bit numbers, two in a byte along the last axis, as `jaxserve.kernels.int4.pack_int4`."""
+    unsigned = numbers.view(np.uint8)
+    return (unsigned[..., 0::2] & 15) | (unsigned[..., 1::2] << 4)
 
 
 def _quantization(form: VendorForm, layers: tuple[LayerTensors, ...]) -> QuantizationConfig | None:

@@ -17,8 +17,9 @@ from jaxserve.config import QuantizationConfig
 logger = logging.getLogger(__name__)
 
 _SUPPORTED = (
-    "supported are compressed-tensors, fp8, fbgemm_fp8 and modelopt checkpoints with float8 weights and one scale for each "
-    "tensor or output channel; others: use the checkpoint that is not quantized, with --quantization"
+    "supported are float8 weights with one scale for each tensor or output channel (compressed-tensors, fp8, fbgemm_fp8, "
+    "modelopt), and of compressed-tensors 8-bit integers with such scales and 4-bit ones in groups, both symmetric; others: "
+    "use the checkpoint that is not quantized, with --quantization"
 )
 
 
@@ -42,6 +43,7 @@ class VendorForm:
 
     @property
     def number_bits(self) -> int:
+        """Of one weight without its scale."""
         return 4 if self.quantization.format == "int4" else 8
 
     @property
@@ -88,29 +90,62 @@ def _compressed_tensors(given: Mapping[str, Any], where: str) -> VendorForm:
             raise CheckpointError(f"{where}: compressed-tensors with {key}={asked!r}: {meaning} are not supported")
     group = _group_of_all(given, where)
     weights, activations = group.get("weights") or {}, group.get("input_activations")
-    if not _is_float8(weights) or weights.get("dynamic"):
-        raise CheckpointError(
-            f"{where}: compressed-tensors with format={given.get('format')!r}, targets={group.get('targets')!r}, "
-            f"weights={_brief(weights)} is not supported; {_SUPPORTED}"
-        )
-    if weights.get("strategy") not in ("channel", "tensor"):
-        raise CheckpointError(
-            f"{where}: scales for each {weights.get('strategy')!r} of the weights are not supported; {_SUPPORTED}"
-        )
+    stored_as = group.get("format") or given.get("format")
     modules = ModulePatterns.checked(group["targets"], given.get("ignore") or [], where)
     has_kv_scales = given.get("kv_cache_scheme") is not None
+    kind = (weights.get("type"), weights.get("num_bits"))
+    if weights.get("dynamic") or kind not in (("float", 8), ("int", 8), ("int", 4)):
+        raise CheckpointError(
+            f"{where}: compressed-tensors with format={stored_as!r}, weights={_brief(weights)} is not supported; "
+            f"{_SUPPORTED}"
+        )
+    strategies = ("group",) if kind == ("int", 4) else ("channel", "tensor")
+    if weights.get("strategy") not in strategies:
+        raise CheckpointError(
+            f"{where}: scales for each {weights.get('strategy')!r} of weights={_brief(weights)} are not supported; "
+            f"{_SUPPORTED}"
+        )
+    if kind != ("float", 8):
+        quantization = _integers(weights, activations, where)
+        is_packed = stored_as == "pack-quantized"
+        return VendorForm(quantization, has_kv_scales, modules, is_packed, ("_shape",) if is_packed else ())
     if activations is None:
         return VendorForm(QuantizationConfig("fp8-weight-only"), has_kv_scales, modules)
     if not _is_float8(activations) or activations.get("strategy") not in ("token", "tensor"):
-        raise CheckpointError(f"{where}: input_activations={_brief(activations)} is not supported; {_SUPPORTED}")
+        raise CheckpointError(f"{where}: input_activations={_brief(activations)!r} is not supported; {_SUPPORTED}")
     quantization = QuantizationConfig("fp8", has_input_scales=not activations.get("dynamic"))
     return VendorForm(quantization, has_kv_scales, modules)
+
+
+def _integers(weights: Mapping[str, Any], activations: Any, where: str) -> QuantizationConfig:
+    """Of weights that are whole numbers, whose activations stay as they are here."""
+    if not weights.get("symmetric", True):
+        raise CheckpointError(f"{where}: weights={_brief(weights)} with zero points are not supported; {_SUPPORTED}")
+    if weights.get("actorder") not in (None, False, "weight", "static"):  # the others reorder the inputs
+        raise CheckpointError(f"{where}: weights with actorder={weights['actorder']!r} are not supported; {_SUPPORTED}")
+    if activations is not None:
+        if not isinstance(activations, Mapping) or not activations.get("dynamic"):
+            raise CheckpointError(f"{where}: input_activations={_brief(activations)!r} is not supported; {_SUPPORTED}")
+        logger.warning(
+            "%s: activations are not quantized beside weights that are integers: input_activations=%s is not used, and "
+            "the model is a little more exact",
+            where,
+            _brief(activations),
+        )
+    if weights.get("num_bits") == 8:
+        return QuantizationConfig("int8")
+    size = weights.get("group_size")
+    if not isinstance(size, int) or size < 2 or size % 2:
+        raise CheckpointError(f"{where}: group_size={size!r} is not supported: it must be an even number")
+    return QuantizationConfig("int4", size)
 
 
 def _group_of_all(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The one group that there is, or several alike as one with the targets of all."""
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        groups = {}
+    if not all(isinstance(group.get("weights") or {}, Mapping) for group in groups.values()):
         groups = {}
     schemes = [(group.get("weights"), group.get("input_activations")) for group in groups.values()]
     if not schemes or any(scheme != schemes[0] for scheme in schemes):
@@ -177,4 +212,5 @@ def _is_float8(scheme: Any) -> bool:
 def _brief(scheme: Any) -> Any:
     if not isinstance(scheme, Mapping):
         return scheme
-    return {key: scheme.get(key) for key in ("num_bits", "type", "strategy", "dynamic")}
+    keys = ("num_bits", "type", "strategy", "group_size", "dynamic")
+    return {key: scheme.get(key) for key in keys if key in scheme}

@@ -6,11 +6,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxserve.checkpoint.assemble import Assembler
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tensor_names import TensorNames
 from jaxserve.checkpoint.tensor_source import TensorSource
 from jaxserve.checkpoint.vendor_config import VendorForm
+from jaxserve.config import ModelConfig
 
 # The modules that each weight is fused of; they share their input, and so its scale.
 _WEIGHTS = {"wqkv": ("q", "k", "v"), "wo": ("o",), "w_gate_up": ("gate", "up"), "w_down": ("down",)}
@@ -51,7 +54,8 @@ def layer_tensors(
     """Of one layer, as the form has them.
 
     Raises:
-        CheckpointError: one is missing, or of modules that are one weight here some are quantized and some are not.
+        CheckpointError: one is missing, or there twice; or of modules that are one weight here, some are quantized and some
+            are not.
     """
     scales: dict[str, tuple[str, ...]] = {}
     input_scales: dict[str, tuple[str, ...]] = {}
@@ -69,6 +73,11 @@ def layer_tensors(
     kv_scales = _kv_scales(names.layer.format(layer=layer), present) if form.has_kv_scales else {}
     packed = {name: name + _PACKED_END for name in weights} if form.is_packed else {}
     unused = tuple(name + end for name in weights for end in form.unused_ends if name + end in present)
+    for name in packed:
+        if name in present:
+            raise CheckpointError(
+                f"{where}: tensor {name!r} is there twice, packed and not: fetch the checkpoint again"
+            )
     found = LayerTensors(scales, input_scales, kv_scales, tuple(weights), packed, unused)
     for name in (*found.beside, *packed.values()):
         if name not in present:
@@ -126,10 +135,15 @@ def check_layer(source: TensorSource, layer: LayerTensors, form: VendorForm, den
                 f"{where}: tensor {name!r} is {dense.source.dtype(name)}, but the config says that it is "
                 f"{form.number_name}"
             )
-    for group in layer.scales.values():
+    for name in layer.packed.values():
+        if source.dtype(name) != np.int32:
+            raise CheckpointError(f"{where}: tensor {name!r} is {source.dtype(name)}, and must be int32")
+    for weight, group in layer.scales.items():
         for name in group:
-            outputs = dense.expected[name.removesuffix("weight_scale") + "weight"][0]
-            if math.prod(source.shape(name)) not in (1, outputs):
+            outputs, inputs = dense.expected[name.removesuffix("weight_scale") + "weight"]
+            if form.quantization.format == "int4":
+                _check_groups(source, name, weight, (outputs, inputs), form, dense.config, where)
+            elif math.prod(source.shape(name)) not in (1, outputs):
                 raise CheckpointError(
                     f"{where}: tensor {name!r} has shape {source.shape(name)}, and must have one number, or one for "
                     f"each of the {outputs} outputs"
@@ -137,3 +151,28 @@ def check_layer(source: TensorSource, layer: LayerTensors, form: VendorForm, den
     for name in (*(name for group in layer.input_scales.values() for name in group), *layer.kv_scales.values()):
         if math.prod(source.shape(name)) != 1:
             raise CheckpointError(f"{where}: tensor {name!r} has shape {source.shape(name)}, and must be one number")
+
+
+def _check_groups(
+    source: TensorSource,
+    name: str,
+    weight: str,
+    shape: tuple[int, int],
+    form: VendorForm,
+    config: ModelConfig,
+    where: str,
+) -> None:
+    (outputs, inputs), size = shape, form.quantization.group_size
+    # No group may reach over two KV heads, along which devices share the inputs.
+    together = config.group_size * config.head_dim if weight == "wo" else inputs
+    if together % size:
+        raise CheckpointError(
+            f"{where}: groups of {size} do not divide the {together} inputs of {weight}"
+            f"{' that belong to one KV head' if weight == 'wo' else ''}, which is not supported: use the checkpoint that is "
+            "not quantized, with --quantization"
+        )
+    if source.shape(name) != (outputs, inputs // size):
+        raise CheckpointError(
+            f"{where}: tensor {name!r} has shape {source.shape(name)}, and must have {(outputs, inputs // size)}: a number "
+            f"for each {size} inputs"
+        )

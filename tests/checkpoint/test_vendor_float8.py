@@ -117,12 +117,10 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str, values: np.n
 
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-PACKED = compressed_tensors("group", None, format="pack-quantized")
-PACKED["config_groups"]["group_0"]["weights"] |= {"num_bits": 4, "type": "int"}
+NVFP4 = compressed_tensors("tensor_group", None, format="nvfp4-pack-quantized")
+NVFP4["config_groups"]["group_0"]["weights"] |= {"num_bits": 4}
 CHANNEL_GROUP = CHANNELS["config_groups"]["group_0"]
 TENSOR_GROUP = compressed_tensors("tensor", PER_TOKEN)["config_groups"]["group_0"]
-INT8 = compressed_tensors("channel", PER_TOKEN, format="int-quantized")
-INT8["config_groups"]["group_0"]["weights"] |= {"type": "int"}
 
 
 @pytest.mark.parametrize(
@@ -136,11 +134,10 @@ INT8["config_groups"]["group_0"]["weights"] |= {"type": "int"}
         ("fp8", "must be an object"),
         (BLOCKS, r"weight_block_size=\[128, 128\] is not supported"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4' is not supported"),
-        (PACKED, "format='pack-quantized'.*'num_bits': 4.* is not supported"),
-        (INT8, "format='int-quantized'.*'type': 'int'.* is not supported"),
         ({**CHANNELS, "config_groups": {}}, "config_groups={} is not supported"),
         (compressed_tensors("block", PER_TOKEN), "scales for each 'block'"),
         (compressed_tensors("channel", {**PER_TOKEN, "type": "int"}), "input_activations=.*not supported"),
+        (NVFP4, "format='nvfp4-pack-quantized'.*'num_bits': 4.* is not supported"),
         ({**CHANNELS, "config_groups": {"a": CHANNEL_GROUP, "b": TENSOR_GROUP}}, "there must be one, or several alike"),
         ({**CHANNELS, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not supported"),
         ({**CHANNELS, "transform_config": {"config_groups": {"R1": {}}}}, "rotated activations are not supported"),
