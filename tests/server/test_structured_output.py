@@ -150,6 +150,39 @@ def test_a_cut_answer_is_the_beginning_of_one(client: openai.OpenAI) -> None:
     assert (text[:1], reason) == ("{", "length")
 
 
+CLOSED = {"type": "object", "properties": {"a": {"enum": [True, 10]}}, "required": ["a"], "additionalProperties": False}
+STRING = re.compile(r'"(?:[^"\\]|\\.)*("|$)', re.DOTALL)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("max_tokens", [5, 200])
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+def test_a_model_that_wants_white_space_gets_little_of_it(
+    client: openai.OpenAI, kind: str, max_tokens: int, temperature: float, stream: bool
+) -> None:
+    """However much it wants it: between the tokens of JSON one space, or a new line with up to 16 spaces."""
+    fields: dict[str, Any] = {
+        **HOT, "seed": 4, "temperature": temperature, "max_tokens": max_tokens, "stream": stream,
+        "logit_bias": {str(ord(" ")): 50, str(ord("\n")): 50},
+        "response_format": {"type": "json_object"} if kind == "json_object" else schema_format(CLOSED),
+    }  # fmt: skip
+    if stream:
+        parts = [chunk.choices[0] for chunk in client.chat.completions.create(**fields)]
+        text = "".join(part.delta.content or "" for part in parts)
+        reasons = [part.finish_reason for part in parts if part.finish_reason]
+    else:
+        choice = client.chat.completions.create(**fields).choices[0]
+        text, reasons = choice.message.content or "", [choice.finish_reason]
+    assert text.startswith("{")
+    assert max(map(len, re.findall(r"\s+", STRING.sub('""', text)))) <= 17
+    if kind == "json_schema" and max_tokens == 200:
+        assert reasons == ["stop"]
+        Draft202012Validator(CLOSED).validate(json.loads(text))
+    else:
+        assert (len(text.encode()), reasons) == (max_tokens, ["length"])
+
+
 def test_stop_ids_end_only_what_is_complete(client: openai.OpenAI) -> None:
     fields = {
         "response_format": schema_format({"type": "array", "items": {"enum": ["x"]}, "minItems": 3, "maxItems": 3})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from tests.server.harness import raw_request
 from tests.server.processes import ServerProcess, server_process
-from tests.soak.traffic import Traffic, ask, good_questions
+from tests.soak.traffic import Choice, Traffic, ask, good_questions
 
 LAUNCH = "from jaxserve.cli.main import main; main()"
 NUM_CLIENTS = 24
@@ -78,6 +79,66 @@ def soak(server: ServerProcess, seconds: float) -> None:
     assert min(report.counts[kind] for kind in ("streamed", "whole", "left", "bad")) > 0
     assert stats(url)["num_preemptions"] > 0  # else the pool is not tiny
     assert memory(server) - warm < MAX_GROWTH
+
+
+LONG_PROMPT = "Once upon a time there was " * 4  # with 60 tokens of an answer 11 pages of the 40, for 8 sequences
+SEEDED: dict[str, Any] = {"seed": 3, "temperature": 0.9, "frequency_penalty": 1, "max_tokens": 60, "ignore_eos": True}
+SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 20, "maxItems": 20}
+PREEMPTED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {**SEEDED, "prompt": LONG_PROMPT, "logprobs": 3}),
+    ("/v1/chat/completions", {
+        **SEEDED, "messages": [{"role": "user", "content": LONG_PROMPT}], "logprobs": True, "top_logprobs": 3, "n": 2,
+    }),
+    ("/v1/chat/completions", {
+        "messages": [{"role": "user", "content": LONG_PROMPT}], "max_tokens": 80, "seed": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
+    }),
+]  # fmt: skip
+
+
+async def told(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], salt: str, *, stream: bool
+) -> dict[str, Any]:
+    """What a client is told, that must not depend on how often its request was put aside."""
+    body = {**body, "cache_salt": salt}  # nobody's pages are another's: as many tokens are cached each time
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    if not stream:
+        parts = [response.json()]
+    else:
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line]
+        assert lines[-1] == "[DONE]"
+        parts = [json.loads(line) for line in lines[:-1]]
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts)
+    assert all(part["usage"]["prompt_tokens"] == parts[-1]["usage"]["prompt_tokens"] for part in parts)
+    choices = [Choice() for _ in range(body.get("n", 1))]
+    for part in parts:
+        for choice in part["choices"]:
+            choices[choice["index"]].add(choice)
+    return {"choices": choices, "usage": parts[-1]["usage"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_told_after_preemption(server: ServerProcess, stream: bool) -> None:
+    """Text, tokens with log probabilities, finish reasons and usage are what they are for a request alone."""
+    url = server.url()
+
+    async def ask_all() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            for number, (path, body) in enumerate(PREEMPTED):
+                alone = await told(client, path, body, f"alone {number} {stream}", stream=stream)
+                assert alone["usage"]["completion_tokens"] <= 120
+                before = stats(url)["num_preemptions"]
+                salts = [f"{number} {stream} {twin}" for twin in range(10)]
+                together = await asyncio.gather(*(told(client, path, body, salt, stream=stream) for salt in salts))
+                assert stats(url)["num_preemptions"] > before
+                assert all(answer == alone for answer in together)
+
+    asyncio.run(ask_all())
+    wait_idle(url, 10)
 
 
 def test_soak_for_a_minute(server: ServerProcess) -> None:
