@@ -33,7 +33,10 @@ class Model:
 
 def check_draft_model(config: SpeculativeConfig | None, target: ModelConfig, draft: Model | DraftHead | None) -> None:
     """Raises:
-    ValueError: a draft model (or head) that is missing, not asked for, or of another model or vocabulary.
+    ValueError: a draft model (or head) that is missing, not asked for, or a head of another model.
+
+    Whether a draft model has the same tokens its tokenizer tells, which the engine does not know; the sizes of the
+    vocabularies may differ, for models of one family are padded to sizes of their own.
     """
     wants_head = config is not None and config.method in HEAD_METHODS
     wants_one = wants_head or (config is not None and config.method == "draft_model")
@@ -47,11 +50,6 @@ def check_draft_model(config: SpeculativeConfig | None, target: ModelConfig, dra
         raise ValueError(f"speculative method {config.method!r} takes {'a head' if wants_head else 'no head'}")
     if isinstance(draft, DraftHead):
         check_head(config, target, draft)
-    elif draft.config.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the draft model has a vocabulary of {draft.config.vocab_size} tokens, the model one of {target.vocab_size}: "
-            "drafts are token ids, so use a draft model of the same family"
-        )
 
 
 def draft_bytes_per_token(draft: Model | DraftHead | None, cache_dtype: jnp.dtype) -> int:
@@ -89,9 +87,8 @@ def make_drafting(
         return make_head_drafting(config, target.config, target.params, draft, sizes, mesh, cache_dtype)
     if draft is not None:
         memory = zero_cache(draft.config, sizes, mesh, cache_dtype)
-        return _model_drafting(config, draft, draft.config, memory, sizes, mesh)
-    first_layers = early_layers(config, target)
-    return _model_drafting(config, first_layers, target.config, None, sizes, mesh)
+        return _model_drafting(config, draft, target.config, memory, sizes, mesh)
+    return _model_drafting(config, early_layers(config, target), target.config, None, sizes, mesh)
 
 
 def early_layers(config: SpeculativeConfig, target: Model) -> Model:
@@ -111,10 +108,15 @@ def early_layers(config: SpeculativeConfig, target: Model) -> Model:
 
 
 def _model_drafting(
-    config: SpeculativeConfig, model: Model, cache_config: ModelConfig, memory: object, sizes: Sizes, mesh: Mesh
+    config: SpeculativeConfig, model: Model, target: ModelConfig, memory: object, sizes: Sizes, mesh: Mesh
 ) -> Drafting:
+    """Args:
+    memory: the drafter's own KV cache; None: it uses the target's.
+    """
+    cache_config = target if memory is None else model.config
     drafter = ModelDrafter(
         config=model.config,
+        vocab_size=target.vocab_size,
         collectives=Collectives(mesh.size),
         params_specs=partition_specs(param_specs(model.config)),
         memory_specs=partition_specs(kv_cache_specs(cache_config, sizes.num_pages, sizes.page_size)),

@@ -32,6 +32,7 @@ class ModelDrafter:
 
     Attributes:
         config: of the model that drafts, as the devices run it.
+        vocab_size: of the target. Where the two differ it is in what pads them: ids that only one has are never drafted.
         collectives: of the mesh.
         params_specs, memory_specs: of its `LlamaParams` and `KVCache`.
         uses_target_cache: it is the first layers of the target: what they write while drafting is what the target writes
@@ -42,6 +43,7 @@ class ModelDrafter:
     """
 
     config: ModelConfig
+    vocab_size: int
     collectives: Collectives
     params_specs: Any
     memory_specs: Any
@@ -106,7 +108,9 @@ class ModelDrafter:
         self, params: LlamaParams, memory: KVCache, batch: Batch
     ) -> tuple[Float[Array, "tokens vocab"], KVCache]:
         hidden, memory = llama.forward(params, memory, batch, config=self.config, collectives=self.collectives)
-        return llama.logits(params, hidden, collectives=self.collectives)[:, : self.config.vocab_size], memory
+        shared = min(self.config.vocab_size, self.vocab_size)
+        scores = llama.logits(params, hidden, collectives=self.collectives)[:, :shared]
+        return jnp.pad(scores, ((0, 0), (0, self.vocab_size - shared)), constant_values=-jnp.inf), memory
 
 
 class Draws:
