@@ -28,9 +28,13 @@ from jaxserve.engine.build import (
 )
 from jaxserve.engine.build_drafting import Model
 from jaxserve.engine.client import EngineClient, Replica
+from jaxserve.engine.process_messages import HostedEngine
+from jaxserve.engine.remote_engine import RemoteEngine
 from jaxserve.engine.replicas import ReplicatedEngine
 from jaxserve.models.presets import preset_config
 from jaxserve.progress import Progress
+
+MeasuredEngine = EngineClient | ReplicatedEngine | RemoteEngine
 
 
 def engine_config(settings: dict[str, Any]) -> EngineConfig:
@@ -76,6 +80,11 @@ def start_engine(model: str, config: EngineConfig, progress: Progress) -> Engine
     return replicas.start_engine(config, build)
 
 
+def start_hosted_engine(model: str, config: EngineConfig, progress: Progress) -> HostedEngine:
+    """As `start_engine`, in a process of the engine's own."""
+    return HostedEngine(start_engine(model, config, progress))
+
+
 def _is_architecture(model: str) -> bool:
     try:
         preset_config(model)
@@ -109,7 +118,7 @@ def measure_engine(
 
 
 def judge_of(
-    engine: EngineClient | ReplicatedEngine, workload: Workload, ceiling: Ceiling
+    engine: MeasuredEngine, workload: Workload, ceiling: Ceiling
 ) -> Callable[[Summary, Sequence[RunResult]], Summary]:
     """What adds an engine's floor and its use of the device's compute to a summary."""
     config, model = engine.config, engine.model_config

@@ -1,4 +1,4 @@
-"""The same engine over HTTP: its server in this process, as `jaxserve serve` has it, and the clients in others."""
+"""The same model over HTTP: the server and the engine as `jaxserve serve` has them, and the clients in other processes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.engine_run import judge_of
+from jaxserve.bench.engine_run import MeasuredEngine, judge_of
 from jaxserve.bench.floor import Ceiling
 from jaxserve.bench.records import Summary, format_table
 from jaxserve.bench.results import write_environment
 from jaxserve.bench.run import BenchOptions, run_loads
 from jaxserve.config import ServerConfig
-from jaxserve.engine.client import EngineClient
-from jaxserve.engine.replicas import ReplicatedEngine
+from jaxserve.engine.remote_engine import RemoteEngine
 
 _PACKAGES = ("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client", "tokenizers", "httpx", "jinja2")
 
@@ -36,7 +35,7 @@ def check_packages(client: str = "own") -> None:
 
 
 def compare_over_http(
-    engine: EngineClient | ReplicatedEngine,
+    engine: MeasuredEngine,
     options: BenchOptions,
     in_process: Sequence[Summary],
     *,
@@ -49,6 +48,9 @@ def compare_over_http(
     folder: Path | None,
 ) -> str:
     """Runs the same loads over HTTP, and returns their table and what differs from the figures taken in process.
+
+    Args:
+        engine: the one that was measured in process, or one like it in a process of its own.
 
     Raises:
         RuntimeError: a package is missing, or no request was answered.
@@ -69,7 +71,8 @@ def compare_over_http(
         try:
             if folder is not None:
                 name = f"{environment['name']} over HTTP"
-                write_environment(folder / "http", {**environment, "name": name, "transport": "http", "client": client})
+                transport = {"transport": "http", "client": client, "engine_process": isinstance(engine, RemoteEngine)}
+                write_environment(folder / "http", {**environment, "name": name, **transport})
             summaries, _ = run_loads(
                 target,
                 options,
@@ -79,7 +82,8 @@ def compare_over_http(
             )
         finally:
             target.close()
-    head = f"the same engine over HTTP, {client} client in {client_processes} processes, times in ms"
+    place = "one like it in a process of its own" if isinstance(engine, RemoteEngine) else "in the server's process"
+    head = f"the same engine over HTTP ({place}), {client} client in {client_processes} processes, times in ms"
     return "\n".join([head, format_table(summaries), *differences(in_process, summaries)])
 
 
@@ -100,7 +104,7 @@ def differences(in_process: Sequence[Summary], over_http: Sequence[Summary]) -> 
 
 
 @contextmanager
-def serving(engine: EngineClient | ReplicatedEngine) -> Iterator[str]:
+def serving(engine: MeasuredEngine) -> Iterator[str]:
     """The server of this engine, with a made-up tokenizer, on a free port of this machine; yields its URL."""
     from jaxserve.bench.random_tokenizer import plain_template, random_tokenizer
     from jaxserve.protocol.service import OpenAIService

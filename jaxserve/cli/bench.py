@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,6 +29,8 @@ from jaxserve.cli.options import (
 )
 from jaxserve.cli.profile import kernels
 from jaxserve.cli.progress import progress_on
+from jaxserve.cli.serve_options import EngineProcessName
+from jaxserve.config import EngineProcess
 
 if TYPE_CHECKING:
     from jaxserve.bench.records import Load, Summary
@@ -62,12 +65,13 @@ def run(
         str | None, typer.Option(metavar="JSON", help="Further fields of each request to an endpoint.")
     ] = None,
     http: Annotated[
-        bool, typer.Option("--http", help="Measure in process, then the same engine over HTTP, and compare.")
+        bool, typer.Option("--http", help="Measure in process, then over HTTP as `serve` has it, and compare.")
     ] = False,
     client: Annotated[Literal["own", "openai"], typer.Option(help="What reads the streams over HTTP.")] = "own",
     client_processes: Annotated[
         int, typer.Option(metavar="COUNT", help="Processes that the streams over HTTP are spread over.")
     ] = 1,
+    engine_process: EngineProcessName = "auto",
     max_num_seqs: Annotated[int | None, typer.Option(metavar="COUNT", help="Sequences that run at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(metavar="COUNT", help="Tokens of a step.")] = None,
     max_model_len: Annotated[int | None, typer.Option(metavar="COUNT", help="Longest sequence in tokens.")] = None,
@@ -147,6 +151,7 @@ def run(
             outcome = measure_model(
                 model or "", settings, bench_options, temperature=temperature, name=name, output=output,
                 http_client=client if http else None, client_processes=client_processes,
+                engine_process=engine_process, verbose=verbose,
             )  # fmt: skip
         typer.echo(outcome)
 
@@ -161,6 +166,8 @@ def measure_model(
     output: Path | None,
     http_client: str | None,
     client_processes: int,
+    engine_process: EngineProcess,
+    verbose: int,
 ) -> str:
     """Builds the engine, measures it, writes what is to be written, and returns the table.
 
@@ -168,36 +175,44 @@ def measure_model(
         http_client: with what the same engine is measured over HTTP afterwards; None: it is not.
     """
     # Here and not at the top: it brings jax, which --help need not wait for.
-    from jaxserve.bench.engine_run import ceiling_of, engine_config, engine_environment, measure_engine, start_engine
+    from jaxserve.bench.engine_run import engine_config, start_engine
     from jaxserve.bench.http_comparison import check_packages, compare_over_http
+    from jaxserve.bench.in_own_process import measure_in_own_process, start_remote_engine
+    from jaxserve.bench.model_run import ModelRun, measure
     from jaxserve.bench.records import format_table
-    from jaxserve.bench.results import write_environment, write_one_file
+    from jaxserve.bench.results import write_one_file
+    from jaxserve.engine.engine_process import ProcessSetup
+    from jaxserve.engine.process_choice import has_own_process
 
     if http_client is not None:
         check_packages(http_client)  # before minutes of compiling
-    engine = start_engine(model, engine_config(settings), progress_on())
+    config, folder = engine_config(settings), folder_of(output)
+    run = ModelRun(model, name or model, tuple(sys.argv), bench_options, temperature, show, folder)
+    setup = ProcessSetup(partial(configure_logging, verbose), progress_on)
+    engine = None
     try:
-        ceiling = ceiling_of(engine)
-        environment = engine_environment(engine, ceiling, model=model, name=name or model, command=sys.argv)
-        environment["workload"] = bench_options.workload.name
-        folder = folder_of(output)
-        if folder is not None:
-            write_environment(folder, environment)
-        summaries, results = measure_engine(
-            engine, bench_options, ceiling=ceiling, temperature=temperature, on_summary=show, folder=folder
-        )
-        parts = [f"{model}, {engine.device_kind}, in process, times in ms", format_table(summaries)]
+        if http_client is not None and has_own_process(engine_process, config):
+            # One engine at a time has room on the device, and a process that had one keeps its memory.
+            measured = measure_in_own_process(run, config, setup)
+            engine = start_remote_engine(model, config, setup)
+        else:
+            engine = start_engine(model, config, progress_on())
+            measured = measure(engine, run)
+        environment, summaries = measured.environment, measured.summaries
+        parts = [f"{model}, {environment['device']}, in process, times in ms", format_table(summaries)]
         if http_client is not None:
             parts.append(
                 compare_over_http(
-                    engine, bench_options, summaries, ceiling=ceiling, temperature=temperature, client=http_client,
-                    client_processes=client_processes, environment=environment, on_summary=show, folder=folder,
+                    engine, bench_options, summaries, ceiling=measured.ceiling, temperature=temperature,
+                    client=http_client, client_processes=client_processes, environment=environment, on_summary=show,
+                    folder=folder,
                 )
             )  # fmt: skip
     finally:
-        engine.shutdown()
+        if engine is not None:
+            engine.shutdown()
     if output is not None and folder is None:
-        write_one_file(output, environment, summaries, results)
+        write_one_file(output, environment, summaries, measured.results)
     return "\n".join(parts)
 
 
