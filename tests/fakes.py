@@ -63,6 +63,7 @@ class FakeStats:
     host_gap: float = 0.0
     busy_s: float = 0.0
     device_idle_s: float = 0.0
+    host_s: float = 0.0
     step_times: TimeCounts = field(default_factory=lambda: TimeCounts((1.0,), (0, 0), 0.0))
     device_kind: str = "cpu"
     kv_offload: OffloadStats | None = None

@@ -125,6 +125,7 @@ class EndpointStats:
             generation_tokens=stats["generation_tokens"],
             prompt_tokens=stats["prompt_tokens"],
             num_steps=stats["num_steps"],
+            host_s=stats.get("host_s", 0.0),
         )
 
     def close(self) -> None:

@@ -87,6 +87,7 @@ class InProcessTarget:
             generation_tokens=stats.generation_tokens,
             prompt_tokens=stats.prompt_tokens,
             num_steps=stats.num_steps,
+            host_s=stats.host_s,
         )
 
     def _forget(self, request_id: str) -> None:

@@ -89,6 +89,7 @@ class Snapshot:
     Attributes:
         time: seconds since the run began.
         generation_tokens, prompt_tokens, num_steps: since the engine's start.
+        host_s: seconds that the host took to schedule and launch these steps.
     """
 
     time: float
@@ -99,6 +100,7 @@ class Snapshot:
     generation_tokens: int
     prompt_tokens: int
     num_steps: int
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,10 @@ from jaxserve.models.sampling import SamplingMode
 # Products of fewer tokens take no less time: reading the weights decides it.
 _SMALLEST_PREFILL = 64
 _SMALLEST_HALVED = 4  # drafts
+_TILE = 32
+_LARGE_PIECE = (
+    256  # prompt tokens beside those who decode, from which on each costs as much as any: padding is halved below
+)
 _SMALLEST_DECODE = 8  # above a single row, on a GPU: tensor cores take rows in eights
 
 
@@ -92,8 +96,9 @@ def make_buckets(
 ) -> Buckets:
     """Powers of two up to each limit, and the limit itself: every size is a program that a start has to compile.
 
-    Where there may be many programs, a step in which nobody decodes has its own, without a row for those who do, and with
-    sizes between the powers of two: padding there is what the first token waits for.
+    Where there may be many programs, a step in which nobody decodes has its own, without a row for those who do. It has
+    sizes between the powers of two, since padding is what the first token waits for, and so have the smaller pieces of
+    prompts that ride along with those who decode.
 
     Args:
         few_programs: coarser steps between sizes, where compiling takes longer than padding costs (a CPU).
@@ -103,13 +108,14 @@ def make_buckets(
     prefill_tokens = _growing(
         min(_SMALLEST_PREFILL, max_num_batched_tokens), max_num_batched_tokens, 4 if few_programs else 2
     )
+    halves = () if few_programs else _halves(prefill_tokens)
     decode_rows = _growing(1, max_num_seqs, 4) if few_programs else _decode_rows(max_num_seqs)
     mixed_decode_rows = _mixed_decode_rows(max_num_seqs, few_programs)
     most_rows = max(max_num_seqs, max(mixed_decode_rows, default=0) + max_prefill_rows)
     return Buckets(
         decode_rows=decode_rows,
         mixed_decode_rows=mixed_decode_rows,
-        prefill_tokens=prefill_tokens,
+        prefill_tokens=_merged(prefill_tokens, [half for half in halves if half < _LARGE_PIECE]),
         prefill_rows=max_prefill_rows,
         sample_rows=tuple(sorted({1, most_rows}))
         if few_programs
@@ -119,7 +125,9 @@ def make_buckets(
         draft_lengths=lengths,
         drafting_rows=_drafting_rows(decode_rows, max_num_batched_tokens, lengths),
         verify_modes=("greedy", "full") if few_programs else ("greedy", "filtered", "full"),
-        prefill_only_tokens=() if few_programs else _with_halves(prefill_tokens),
+        prefill_only_tokens=()
+        if few_programs
+        else _merged(prefill_tokens, [half for half in halves if half % _SMALLEST_PREFILL == 0]),
     )
 
 
@@ -174,10 +182,13 @@ def _growing(first: int, last: int, factor: int) -> tuple[int, ...]:
     return (*sizes, last)
 
 
-def _with_halves(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Each size, and the middle between two of them where products' tiles, of 64 tokens, make it a size of its own."""
-    halves = {(low + high) // 2 for low, high in pairwise(sizes)}
-    return tuple(sorted({*sizes, *(half for half in halves if half % _SMALLEST_PREFILL == 0)}))
+def _halves(sizes: tuple[int, ...]) -> list[int]:
+    """The middle between each size and the next, where rows of it make whole tiles of products."""
+    return [(low + high) // 2 for low, high in pairwise(sizes) if (low + high) // 2 % _TILE == 0]
+
+
+def _merged(sizes: tuple[int, ...], more: list[int]) -> tuple[int, ...]:
+    return tuple(sorted({*sizes, *more}))
 
 
 def _smallest(sizes: tuple[int, ...], needed: int, what: str) -> int:

@@ -217,7 +217,7 @@ def build_runner(
         offload=offload,
         drafting=drafting,
     )
-    runner.warm_up(progress)
+    runner.warm_up(progress, compares=cluster is None)
     usable, usable_as = usable_bytes(config, mesh)
     host = None if offload is None else HostMemory(offload.num_bytes, offload.num_places)
     plan = MemoryPlan(mesh.devices.flat[0].device_kind, runner.memory_use(), usable, usable_as, limits, host)

@@ -51,6 +51,7 @@ class EngineStats:
     host_gap: float
     busy_s: float
     device_idle_s: float
+    host_s: float
     step_times: TimeCounts
     device_kind: str
     forced_tokens: int = 0  # of the generated ones, those that a constraint forced and that took no step of their own
@@ -244,6 +245,7 @@ class EngineClient:
             host_gap=loop.device_idle / loop.busy if loop.busy else 0.0,
             busy_s=loop.busy,
             device_idle_s=loop.device_idle,
+            host_s=loop.host,
             step_times=self._loop.step_times.read(),
             device_kind=self.device_kind,
             forced_tokens=scheduler.num_forced_tokens,

@@ -6,7 +6,7 @@ layer anew for every bucket would keep the first user waiting for minutes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,16 +36,51 @@ class ForwardExecutor(Protocol):
         ...
 
 
-class WholeForward:
-    """The whole pass as one compiled program."""
+class ResultPlaces:
+    """Where programs leave the large arrays of a step, which the next step writes over: one array of each shape.
 
-    def __init__(self, compiled: Any) -> None:
+    A program whose arrays stay where they were is launched as it is; else XLA changes a launch graph of some hundred
+    kernels before each launch, which can take the host as long as the step takes the device.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[Any, jax.Array] = {}
+
+    def take(self, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """The array to write over. Nobody may read it any more."""
+        array = self._arrays.pop(_kind(like), None)
+        return jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding) if array is None else array
+
+    def keep(self, array: jax.Array) -> None:
+        """Has a later step write over this result of a step, of which all readers are launched before that step is."""
+        self._arrays[_kind(array)] = array
+
+
+def _kind(array: jax.Array | jax.ShapeDtypeStruct) -> Any:
+    return array.shape, array.dtype
+
+
+class WholeForward:
+    """The whole pass as one compiled program.
+
+    Args:
+        compiled: takes the arrays that its logits and hidden states are written over behind its other arguments.
+        results: the kinds of these arrays.
+    """
+
+    def __init__(self, compiled: Any, results: tuple[jax.ShapeDtypeStruct, ...], places: ResultPlaces) -> None:
         self._compiled = compiled
+        self._results = results
+        self._places = places
 
     def __call__(
         self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array, *drafts: Drafts
     ) -> ForwardResult:
-        return self._compiled(params, cache, state, packed, *drafts)
+        places = tuple(map(self._places.take, self._results))
+        result = self._compiled(params, cache, state, packed, drafts, places)
+        for array in (result.logits, result.hidden)[: len(places)]:
+            self._places.keep(array)
+        return result
 
     @property
     def programs(self) -> tuple[Any, ...]:
@@ -103,25 +138,42 @@ class LayerwiseForward:
 
 @dataclass(frozen=True)
 class ForwardCompiler:
-    """Compiles forward passes; the arrays give shapes and placement only."""
+    """Compiles forward passes; the arrays give shapes and placement only.
+
+    Attributes:
+        places: that all programs share.
+    """
 
     factory: ProgramFactory
     programs: ExecutableCache
     params: LlamaParams
     cache: KVCache
     state: DecodeState
+    places: ResultPlaces = field(default_factory=ResultPlaces)
 
     def whole(self, bucket: Bucket, num_logits: int) -> WholeForward:
         """One bucket's pass as one program."""
-        function = jax.jit(self.factory.forward(bucket, num_logits), donate_argnums=(1, 2))
-        step = self._step(bucket)
-        return WholeForward(
-            self.programs.load_or_compile(
-                f"forward {bucket} {num_logits}",
-                lambda: function.lower(self.params, self.cache, self.state, *step),
-                bucket=bucket,
-            )
+        forward = self.factory.forward(bucket, num_logits)
+
+        def in_place(params: Any, cache: Any, state: Any, packed: Any, drafts: Any, places: Any) -> ForwardResult:
+            del places  # given away for the results
+            return forward(params, cache, state, packed, *drafts)
+
+        function = jax.jit(in_place, donate_argnums=(1, 2, 5), keep_unused=True)
+        packed, *drafts = self._step(bucket)
+        result = jax.eval_shape(forward, self.params, self.cache, self.state, packed, *drafts)
+        placed = replicated(self.factory.mesh)
+        results = tuple(
+            jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
+            for array in (result.logits, result.hidden)
+            if array.size
         )
+        compiled = self.programs.load_or_compile(
+            f"forward {bucket} {num_logits}",
+            lambda: function.lower(self.params, self.cache, self.state, packed, tuple(drafts), results),
+            bucket=bucket,
+        )
+        return WholeForward(compiled, results, self.places)
 
     def layerwise(self, bucket: Bucket, num_logits: int) -> LayerwiseForward:
         """One bucket's begin, layer and end."""

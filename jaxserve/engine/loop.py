@@ -33,15 +33,18 @@ class LoopStats:
     """Counters of the loop; times in seconds.
 
     Attributes:
-        device_idle: time that the host took for its part of a step while nothing was left for the device to do.
+        device_idle: time that the host took for its part of a step while nothing was left for the device to do. If the
+            device got done meanwhile, half of it.
         busy: time in which there was work.
         last_step: between the last two fetches.
+        host: what the host took for scheduling and launching steps, while the device worked or not.
     """
 
     num_steps: int = 0
     busy: float = 0.0
     device_idle: float = 0.0
     last_step: float = 0.0
+    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,7 @@ class EngineLoop:
             launched = self._launch(batch) if batch and not waits else None
             logits = self._runner.launch_forward(batch) if waits else None
             host_time = time.perf_counter() - started
+            device_idle = self._device_idle(pending, waited_for_host, host_time) if batch else 0.0
             if pending is None and not batch:
                 self._deliver(self._scheduler.take_pending_outputs())
                 if self._scheduler.waiting or self._scheduler.running:
@@ -193,7 +197,7 @@ class EngineLoop:
                 outputs = self._scheduler.update(pending[0], sampled)
                 self._deliver(outputs)
                 self._scheduler.observe_step(pending[0], fetched_at - last_fetch)
-                self._count_step(fetched_at - last_fetch, host_time if waited_for_host and batch else 0.0)
+                self._count_step(fetched_at - last_fetch, device_idle, host_time)
                 last_fetch = fetched_at
             if waits:
                 launched = self._launch_masked_sample(batch, logits)
@@ -212,7 +216,15 @@ class EngineLoop:
             self._scheduler.fail(sequence, message)
         return self._runner.launch_sample(logits, masks.words)
 
-    def _count_step(self, duration: float, idle: float) -> None:
+    def _device_idle(self, pending: Any, waited_for_host: bool, host_time: float) -> float:
+        """How long the device had nothing to do while the host launched a step: all that time, none of it, or a part."""
+        if pending is None:
+            return 0.0
+        if waited_for_host:
+            return host_time
+        return host_time / 2 if self._runner.is_ready(pending[1]) else 0.0
+
+    def _count_step(self, duration: float, idle: float, host: float) -> None:
         stats = self.stats
         self.step_times.add(duration)
         self.stats = LoopStats(
@@ -220,6 +232,7 @@ class EngineLoop:
             busy=stats.busy + duration,
             device_idle=stats.device_idle + idle,
             last_step=duration,
+            host=stats.host + host,
         )
 
     def _take_commands(self, *, block: bool) -> None:

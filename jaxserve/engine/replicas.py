@@ -295,7 +295,9 @@ def _combined(replicas: Sequence[EngineStats | None], device_kind: str) -> Engin
         "num_running", "num_waiting", "num_pages", "num_free_pages", "num_cached_pages", "num_preemptions", "num_steps",
         "prompt_tokens", "cached_prompt_tokens", "generation_tokens", "forced_tokens",
     )  # fmt: skip
-    busy, idle = (sum(getattr(stats, name) for stats in running) for name in ("busy_s", "device_idle_s"))
+    busy, idle, host = (
+        sum(getattr(stats, name) for stats in running) for name in ("busy_s", "device_idle_s", "host_s")
+    )
     reasons = sorted({reason for stats in running for reason in stats.finished})
     return EngineStats(
         **{name: total(name) for name in counts},  # pyright: ignore[reportArgumentType] - none of them is another field
@@ -305,6 +307,7 @@ def _combined(replicas: Sequence[EngineStats | None], device_kind: str) -> Engin
         host_gap=idle / busy if busy else 0.0,
         busy_s=busy,
         device_idle_s=idle,
+        host_s=host,
         step_times=TimeCounts.sum([stats.step_times for stats in running]),
         speculative=SpeculativeStats.sum([stats.speculative for stats in running if stats.speculative is not None]),
         device_kind=device_kind,

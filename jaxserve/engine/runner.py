@@ -20,7 +20,7 @@ from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.decode_state import DecodeState, empty_state
 from jaxserve.engine.device_batch import Bucket, Sizes, pack
 from jaxserve.engine.executable_cache import ExecutableCache
-from jaxserve.engine.executors import ForwardCompiler, ForwardExecutor
+from jaxserve.engine.executors import ForwardCompiler, ForwardExecutor, ResultPlaces
 from jaxserve.engine.kv_offload import OffloadSizes, PageCopier
 from jaxserve.engine.memory_plan import MemoryUse
 from jaxserve.engine.pending import PendingLogits, PendingTokens, cheapest_mode, read_drafts, read_tokens
@@ -30,6 +30,7 @@ from jaxserve.engine.processor_state import (
     slot_processors,
     slot_processors_like,
 )
+from jaxserve.engine.program_choice import fastest_programs
 from jaxserve.engine.programs import PROMPT_LOGPROBS_BLOCK, ProgramFactory, without_layers
 from jaxserve.engine.schedule import DraftedTokens, SampledTokens, ScheduledBatch
 from jaxserve.engine.speculator import Drafting, Speculator
@@ -43,6 +44,10 @@ from jaxserve.progress import Progress
 from jaxserve.sharding.placement import named_shardings, put_replicated, replicated
 
 logger = logging.getLogger(__name__)
+
+# Runs of a program before it takes what it always takes: the first loads its code, the second makes its launch graph.
+_SETTING_UP = 2
+_TIMED = 2
 
 
 class SampleProgram(NamedTuple):
@@ -114,13 +119,19 @@ class ModelRunner:
         )
         self._outer = without_layers(params)
         self._hidden = self._like((buckets.prefill_tokens[-1], config.hidden_size), params.embedding.dtype)
+        self._places = ResultPlaces()
         self._forward: dict[Bucket, ForwardExecutor] = {}
+        self._serving: dict[Bucket, Bucket] = {}  # whose program runs a bucket's steps; others: their own
         self._sample: dict[SampleProgram, Any] = {}
         self._set_slot: Any = None
         self._prompt_logprobs: Any = None
 
-    def warm_up(self, progress: Progress) -> None:
-        """Compiles every program, in parallel; nothing is compiled after it."""
+    def warm_up(self, progress: Progress, *, compares: bool = True) -> None:
+        """Compiles every program, in parallel; nothing is compiled after it.
+
+        Args:
+            compares: choose between programs by what they take here; False where other hosts must choose the same.
+        """
         buckets = self._buckets.all()
         sampling = [
             SampleProgram(rows, mode, masked)
@@ -157,31 +168,46 @@ class ModelRunner:
             self.page_copier.compile(self._programs, self._cache)
         self._programs.remove_unused()
         if not self._layerwise:
-            self._rehearse()
+            seconds = self._rehearse()
+            self._serving = fastest_programs(seconds) if compares else {}
 
-    def _rehearse(self) -> None:
-        """Runs every program once on an empty step: what a GPU sets up at a program's first run is no request's wait."""
+    def _rehearse(self) -> dict[Bucket, float]:
+        """Runs every program on an empty step: what a GPU sets up at a program's first runs is no request's wait.
+
+        Returns:
+            What the forward passes take then.
+        """
         nobody = ScheduledBatch(decode=(), prefill=())
         rehearsed: set[int] = set()  # rows of the sampling programs that have run
+        seconds: dict[Bucket, float] = {}
         for bucket, forward in self._forward.items():
             packed = put_replicated(pack(nobody, bucket, self._sizes), self._replicated)
             if bucket.num_drafts:
-                self._rehearse_verification(nobody, bucket, packed)
+                for _ in range(_SETTING_UP):
+                    self._rehearse_verification(nobody, bucket, packed)
                 continue
-            result = forward(self._params, self._cache, self._state, packed)
-            self._cache, self._state = result.cache, result.state
+            times = []
+            for _ in range(_SETTING_UP + _TIMED):
+                started = time.perf_counter()
+                result = forward(self._params, self._cache, self._state, packed)
+                self._cache, self._state = result.cache, result.state
+                jax.block_until_ready(result.logits)
+                times.append(time.perf_counter() - started)
+            seconds[bucket] = min(times[_SETTING_UP:])
             if len(result.slots) in rehearsed:
                 continue
             rehearsed.add(len(result.slots))
-            for mode in self._buckets.sampling_modes:
-                self._run_sampling(mode, result.logits, result.slots, None)
-            for mode in self._buckets.masked_modes:
-                empty = np.zeros((0, self._mask_words), np.int32)
-                nothing = self._padded_masks(empty, nobody, bucket, len(result.slots))
-                self._run_sampling(mode, result.logits, result.slots, nothing)
+            empty = np.zeros((0, self._mask_words), np.int32)
+            nothing = self._padded_masks(empty, nobody, bucket, len(result.slots))
+            for _ in range(_SETTING_UP):
+                for mode in self._buckets.sampling_modes:
+                    self._run_sampling(mode, result.logits, result.slots, None)
+                for mode in self._buckets.masked_modes:
+                    self._run_sampling(mode, result.logits, result.slots, nothing)
         if self.page_copier is not None:
             self._cache = self.page_copier.rehearse(self._cache)
         jax.block_until_ready((self._cache, self._state))
+        return seconds
 
     def _rehearse_verification(self, nobody: ScheduledBatch, bucket: Bucket, packed: jax.Array) -> None:
         masks = np.full((bucket.rows, self._mask_words), -1, np.int32)
@@ -220,6 +246,7 @@ class ModelRunner:
                 )
             self._cache = self.page_copier.run(self._cache, batch.copies)
         bucket = self._buckets.for_batch(batch)
+        bucket = self._serving.get(bucket, bucket)
         packed = put_replicated(pack(batch, bucket, self._sizes), self._replicated)
         mode: SamplingMode | None = None
         if self._speculator is not None:
@@ -354,7 +381,8 @@ class ModelRunner:
 
     def _compile_forward(self, bucket: Bucket) -> ForwardExecutor:
         started = time.perf_counter()
-        compiler = ForwardCompiler(self._factory, self._programs, self._params, self._cache, self._state)
+        arrays = self._params, self._cache, self._state
+        compiler = ForwardCompiler(self._factory, self._programs, *arrays, self._places)
         compile_one = compiler.layerwise if self._layerwise else compiler.whole
         executor = compile_one(bucket, self._buckets.sample_rows_for(bucket))
         logger.info("forward, %s: ready after %.1f s", bucket, time.perf_counter() - started)

@@ -263,6 +263,7 @@ def _counters(stats: Stats) -> list[tuple[str, str, float]]:
         ("engine_steps", "Steps of the engine.", stats.num_steps),
         ("engine_busy_seconds", "Time in which the engine had work.", stats.busy_s),
         ("engine_device_idle_seconds", "Of that, time in which the device waited for the host.", stats.device_idle_s),
+        ("engine_host_seconds", "Time that the host took to schedule and launch steps.", stats.host_s),
         *([] if stats.kv_offload is None else _offload_counters(stats.kv_offload)),
     ]
 

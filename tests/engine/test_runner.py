@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine import runner as runner_module
 from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.device_batch import Sizes
+from jaxserve.engine.device_batch import Bucket, Sizes
 from jaxserve.engine.request import Request
 from jaxserve.engine.runner import ModelRunner
+from jaxserve.engine.schedule import PrefillChunk, ScheduledBatch
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine.sequence import Sequence
 from jaxserve.models.params import param_specs
@@ -46,6 +49,7 @@ def whole_program_runner() -> ModelRunner:
         buckets=Buckets(  # as few as serve these limits
             decode_rows=(2,),
             mixed_decode_rows=(1,),
+            prefill_only_tokens=(3, 4),
             prefill_tokens=(4,),
             prefill_rows=2,
             sample_rows=(3,),
@@ -85,3 +89,47 @@ def test_one_program_gives_the_tokens_of_the_layerwise_engine() -> None:
     with tiny_engine(config) as engine:
         for sequence, (prompt, sampling) in zip(sequences, REQUESTS, strict=True):
             assert sequence.token_ids[len(prompt) :] == ask(engine, prompt, sampling)
+
+
+def prompt_sequence(tokens: int) -> Sequence:
+    return Sequence(
+        request=Request("request", (2,) * tokens, SamplingParams(temperature=0.0), arrival_time=0.0),
+        index=0,
+        seed=0,
+        stop_token_ids=frozenset(),
+        max_output_tokens=4,
+    )
+
+
+def test_a_step_writes_its_logits_and_hidden_states_over_those_of_the_step_before() -> None:
+    runner = whole_program_runner()
+    steps = []
+    for tokens in (3, 4, 3):
+        chunk = PrefillChunk(prompt_sequence(tokens), 0, 0, (2,) * tokens, (0,), True, 0)
+        steps.append(runner.launch_forward(ScheduledBatch(decode=(), prefill=(chunk,))))
+        runner.fetch(runner.launch_sample(steps[-1]))
+    assert [step.logits.is_deleted() for step in steps] == [True, True, False]
+    assert [step.hidden.is_deleted() for step in steps] == [True, True, False]
+    for executor in runner._forward.values():
+        [program] = executor.programs
+        memory = program.memory_analysis()
+        assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 4 * MODEL_CONFIG.vocab_size
+
+
+def test_a_larger_program_that_is_faster_serves_the_steps_of_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives what theirs gives."""
+
+    def tokens() -> list[int]:
+        runner = whole_program_runner()
+        chunk = PrefillChunk(prompt_sequence(3), 0, 0, (2, 7, 5), (0,), True, 0)
+        logits = runner.launch_forward(ScheduledBatch(decode=(), prefill=(chunk,)))
+        used.append(logits.bucket)
+        return runner.fetch(runner.launch_sample(logits)).token_ids.tolist()
+
+    used: list[Bucket] = []
+    monkeypatch.setattr(runner_module, "fastest_programs", lambda seconds: {bucket: bucket for bucket in seconds})
+    own = tokens()
+    larger = Bucket(1, 2, 4)
+    monkeypatch.setattr(runner_module, "fastest_programs", lambda seconds: dict.fromkeys(seconds, larger))
+    assert tokens() == own
+    assert used == [Bucket(0, 2, 3), larger]

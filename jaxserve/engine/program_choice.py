@@ -1,0 +1,43 @@
+"""Which compiled program serves a step, by what each was measured to take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from jaxserve.engine.device_batch import Bucket
+
+logger = logging.getLogger(__name__)
+
+_GAIN = 0.97  # of its own time that a larger program must stay under to take a smaller one's steps
+
+
+def fastest_programs(seconds: Mapping[Bucket, float]) -> dict[Bucket, Bucket]:
+    """For each bucket the one whose program serves its steps: itself, or a larger one that is faster.
+
+    More padding can take less time: what a library chooses for a product of 128 rows may be slower than what it chooses for
+    192.
+
+    Args:
+        seconds: what each program took for a step without anybody in it.
+    """
+    chosen = {}
+    for bucket, own in seconds.items():
+        best = min((other for other in seconds if _holds(other, bucket)), key=lambda other: seconds[other])
+        chosen[bucket] = best if seconds[best] < _GAIN * own else bucket
+        if chosen[bucket] != bucket:
+            logger.info(
+                "steps of %s take %.2f ms, those of %s %.2f ms: the latter serve both",
+                bucket, own * 1e3, best, seconds[best] * 1e3,
+            )  # fmt: skip
+    return chosen
+
+
+def _holds(larger: Bucket, bucket: Bucket) -> bool:
+    """Whether every step of a bucket fits another one."""
+    return (
+        larger.num_drafts == bucket.num_drafts
+        and larger.decode_rows >= bucket.decode_rows
+        and larger.prefill_rows >= bucket.prefill_rows
+        and larger.prefill_tokens >= bucket.prefill_tokens
+    )
