@@ -24,6 +24,7 @@ from jaxserve.engine.decode_state import (
 )
 from jaxserve.engine.device_batch import Bucket, Sizes, unpack
 from jaxserve.engine.processor_state import ProcessorState, count_tokens, rows_of, set_slot
+from jaxserve.kernels.peer_memory import PeerMemory
 from jaxserve.models import llama
 from jaxserve.models.batch import Batch
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
@@ -72,6 +73,7 @@ class ProgramFactory:
     Attributes:
         tap_layers: layers whose inputs are given as features of all tokens, side by side; (): the hidden states after the
             final norm are; None: nobody reads any.
+        has_peers: whether `forward` takes the devices' `PeerMemory` as its last argument, for sums over devices.
     """
 
     config: ModelConfig
@@ -79,11 +81,12 @@ class ProgramFactory:
     mesh: Mesh
     max_prefill_tokens: int
     tap_layers: tuple[int, ...] | None = None
+    has_peers: bool = False
 
     def forward(self, bucket: Bucket, num_logits: int) -> Callable[..., ForwardResult]:
         """(params, cache, state, packed step) -> ForwardResult: the whole pass; cache and state may be donated.
 
-        Where the bucket has drafts they are one more argument, without their probabilities.
+        Where the bucket has drafts they are one more argument, without their probabilities; `has_peers` tells of another.
 
         Args:
             bucket: sizes of the step.
@@ -91,8 +94,10 @@ class ProgramFactory:
         """
 
         def per_device(
-            params: LlamaParams, cache: KVCache, state: DecodeState, packed: Array, *drafts: Drafts
+            params: LlamaParams, cache: KVCache, state: DecodeState, packed: Array, *more: Drafts | PeerMemory
         ) -> ForwardResult:
+            peers = [each for each in more if isinstance(each, PeerMemory)]
+            drafts = [each for each in more if isinstance(each, Drafts)]
             state, inputs = self._begin_step(state, packed, bucket, num_logits, *drafts)
             hidden, cache, taps = llama.forward_with_taps(
                 params,
@@ -100,6 +105,7 @@ class ProgramFactory:
                 inputs.batch,
                 config=self.config,
                 collectives=self._collectives,
+                peers=peers[0] if peers else None,
                 tap_layers=self.tap_layers or (),
             )
             scores = self._logits(params, hidden, inputs.logit_tokens)
@@ -118,6 +124,8 @@ class ProgramFactory:
             cache=self._cache_specs, state=whole, logits=whole, slots=whole, hidden=whole, features=whole
         )
         more = (_WHOLE,) if bucket.num_drafts else ()
+        if self.has_peers:
+            more = (*more, PartitionSpec(TENSOR_AXIS))
         return self._shard_map(per_device, (specs, self._cache_specs, _WHOLE, _WHOLE, *more), result)
 
     def begin(self, bucket: Bucket, num_logits: int) -> Callable[..., tuple[DecodeState, llama.Stream, StepInputs]]:

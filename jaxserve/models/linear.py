@@ -39,10 +39,17 @@ def row_parallel(
     """
     parts = num_parts(x.shape[0], w, bias, collectives)
     if parts == 1:
-        # Activations are rounded the same on one device as on several, which each have a part of them.
-        return add_bias(collectives.all_reduce(_product(x, w, power_of_two_factors=True)), bias)
+        return add_bias(collectives.all_reduce(row_parallel_part(x, w)), bias)
     w = w.reshape(parts, x.shape[1] // parts, -1)  # pyright: ignore[reportAttributeAccessIssue] - not quantized
     return jnp.einsum("tpk,pkn->ptn", x.reshape(-1, parts, w.shape[1]), w, preferred_element_type=jnp.float32)
+
+
+def row_parallel_part(
+    x: Float[Array, "tokens k"], w: Float[Array, "... n"] | QuantizedWeight
+) -> Float[Array, "tokens n"]:
+    """This device's part of what `row_parallel` sums over devices."""
+    # Activations are rounded the same on one device as on several, which each have a part of them.
+    return _product(x, w, power_of_two_factors=True)
 
 
 def num_parts(

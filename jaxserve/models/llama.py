@@ -12,17 +12,35 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.config import ModelConfig
 from jaxserve.kernels.add_rms_norm import add_rms_norm
+from jaxserve.kernels.all_reduce_add_rms_norm import all_reduce_add_rms_norm
 from jaxserve.kernels.decode_attention import decode_attention
+from jaxserve.kernels.peer_memory import PeerMemory
 from jaxserve.kernels.prefill_attention import prefill_attention
 from jaxserve.kernels.rms_norm_xla import rms_norm
 from jaxserve.kernels.rope_write_kv import rope_write_kv
 from jaxserve.models.batch import Batch
 from jaxserve.models.embedding import embed
 from jaxserve.models.kv_cache import KVCache
-from jaxserve.models.linear import add_bias, column_parallel, head_scores, num_parts, row_parallel, swiglu
+from jaxserve.models.linear import (
+    add_bias,
+    column_parallel,
+    head_scores,
+    num_parts,
+    row_parallel,
+    row_parallel_part,
+    swiglu,
+)
 from jaxserve.models.params import LayerParams, LlamaParams
 from jaxserve.models.rope import RopeTables, inverse_frequencies, rope_tables
 from jaxserve.sharding.collectives import Collectives
+from jaxserve.sharding.mesh import TENSOR_AXIS
+
+
+@struct.dataclass
+class Unsummed:
+    """One device's part of what is still to be summed over devices: the kernel that adds it to the residual does that."""
+
+    part: Float[Array, "tokens hidden"]
 
 
 @struct.dataclass
@@ -31,11 +49,12 @@ class Stream:
 
     Attributes:
         residual: what all blocks but the last one left.
-        update: what the last block adds to it; perhaps in float32 parts, whose sum that is.
+        update: what the last block adds to it; perhaps in float32 parts, whose sum that is, or not yet summed over
+            devices.
     """
 
     residual: Float[Array, "tokens hidden"]
-    update: Float[Array, "*parts tokens hidden"]
+    update: Float[Array, "*parts tokens hidden"] | Unsummed
 
 
 def forward(
@@ -55,26 +74,38 @@ def forward_with_taps(
     *,
     config: ModelConfig,
     collectives: Collectives,
+    peers: PeerMemory | None = None,
     tap_layers: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "tokens hidden"], KVCache, tuple[Float[Array, "tokens hidden"], ...]]:
-    """As `forward`, and what goes into each of `tap_layers` (the number of layers: what comes out of the last one)."""
-    stream = _like_between_layers(embed_tokens(params, batch, collectives=collectives), params.layers[0], collectives)
+    """As `forward`, and what goes into each of `tap_layers` (the number of layers: what comes out of the last one).
+
+    Args:
+        peers: for sums over devices that kernels make by themselves; None: XLA makes them all.
+    """
+    stream = embed_tokens(params, batch, collectives=collectives)
+    stream = _like_between_layers(stream, params.layers[0], collectives, peers)
     rope = rotary_tables(batch, config=config)
     # Traced and lowered once for all layers; XLA inlines the calls.
-    one_layer = jax.jit(partial(decoder_layer, config=config, collectives=collectives))
+    one_layer = jax.jit(partial(decoder_layer, config=config, collectives=collectives, peers=peers))
     taps: dict[int, Array] = {}
     for index, layer in enumerate(params.layers):
         if index in tap_layers:
-            taps[index] = stream_sum(stream)
+            taps[index] = stream_sum(_summed(stream, collectives))
         stream, cache = one_layer(layer, jnp.int32(index), stream, cache, batch, rope)
     if len(params.layers) in tap_layers:
-        taps[len(params.layers)] = stream_sum(stream)
-    return final_norm(params, stream, config=config), cache, tuple(taps[index] for index in tap_layers)
+        taps[len(params.layers)] = stream_sum(_summed(stream, collectives))
+    return final_norm(params, stream, config=config, peers=peers), cache, tuple(taps[index] for index in tap_layers)
 
 
 def stream_sum(stream: Stream) -> Float[Array, "tokens hidden"]:
-    """The residual stream itself."""
+    """The residual stream itself.
+
+    Raises:
+        ValueError: it is not yet summed over devices.
+    """
     update = stream.update
+    if isinstance(update, Unsummed):
+        raise ValueError("the stream's update is not yet summed over devices")
     if update.ndim == stream.residual.ndim:
         return stream.residual + update
     return (stream.residual.astype(jnp.float32) + jnp.sum(update, axis=0)).astype(stream.residual.dtype)
@@ -87,8 +118,52 @@ def embed_tokens(params: LlamaParams, batch: Batch, *, collectives: Collectives)
         return Stream(residual=x, update=jnp.zeros_like(x))
 
 
-def _like_between_layers(stream: Stream, layer: LayerParams, collectives: Collectives) -> Stream:
+def _summed(stream: Stream, collectives: Collectives) -> Stream:
+    """The same with its update summed over devices."""
+    if not isinstance(stream.update, Unsummed):
+        return stream
+    return Stream(residual=stream.residual, update=collectives.all_reduce(stream.update.part))
+
+
+def _add_norm(
+    residual: Float[Array, "tokens hidden"],
+    update: Float[Array, "*parts tokens hidden"] | Unsummed,
+    weight: Float[Array, " hidden"],
+    config: ModelConfig,
+    peers: PeerMemory | None,
+) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+    """The residual stream with what the last block adds to it, and its norm."""
+    if isinstance(update, Unsummed):
+        return all_reduce_add_rms_norm(
+            residual, update.part, weight, config.rms_norm_eps, axis=TENSOR_AXIS, peers=peers
+        )
+    return add_rms_norm(residual, update, weight, config.rms_norm_eps)
+
+
+def _leaves_unsummed(tokens: int, bias: Float[Array, " hidden"] | None, peers: PeerMemory | None) -> bool:
+    """Whether a block leaves the sum over devices to the next norm."""
+    return peers is not None and bias is None and tokens <= peers.layout.max_rows
+
+
+def _row_parallel(
+    x: Float[Array, "tokens k"],
+    w: Any,
+    bias: Float[Array, " hidden"] | None,
+    collectives: Collectives,
+    peers: PeerMemory | None,
+) -> Float[Array, "*parts tokens hidden"] | Unsummed:
+    """The product that ends a block, summed over devices or left to be."""
+    if _leaves_unsummed(x.shape[0], bias, peers):
+        return Unsummed(row_parallel_part(x, w))
+    return row_parallel(x, w, bias, collectives)
+
+
+def _like_between_layers(
+    stream: Stream, layer: LayerParams, collectives: Collectives, peers: PeerMemory | None
+) -> Stream:
     """The stream before the first layer in the form that it has before all others, so that one trace serves them all."""
+    if _leaves_unsummed(stream.residual.shape[0], layer.b_down, peers):
+        return Stream(residual=stream.residual, update=Unsummed(jnp.zeros_like(stream.residual)))
     parts = num_parts(stream.residual.shape[0], layer.w_down, layer.b_down, collectives)
     if parts == 1:
         return stream
@@ -112,11 +187,14 @@ def decoder_layer(
     *,
     config: ModelConfig,
     collectives: Collectives,
+    peers: PeerMemory | None = None,
 ) -> tuple[Stream, KVCache]:
-    """One layer: attention, then the MLP, each added to the residual."""
+    """One layer: attention, then the MLP, each added to the residual; `peers` as in `forward_with_taps`."""
     with jax.named_scope("attention_norm"):
-        x, normed = add_rms_norm(stream.residual, stream.update, layer.attention_norm, config.rms_norm_eps)
-    return layer_of_normed(layer, index, x, normed, cache, batch, rope, config=config, collectives=collectives)
+        x, normed = _add_norm(stream.residual, stream.update, layer.attention_norm, config, peers)
+    return layer_of_normed(
+        layer, index, x, normed, cache, batch, rope, config=config, collectives=collectives, peers=peers
+    )
 
 
 def layer_of_normed(
@@ -130,19 +208,23 @@ def layer_of_normed(
     *,
     config: ModelConfig,
     collectives: Collectives,
+    peers: PeerMemory | None = None,
 ) -> tuple[Stream, KVCache]:
     """One layer from what its attention takes in, which may be wider than the residual stream."""
-    attended, cache = _attention(layer, index, normed, cache, batch, rope, config, collectives)
+    attended, cache = _attention(layer, index, normed, cache, batch, rope, config, collectives, peers)
     with jax.named_scope("mlp_norm"):
-        x, normed = add_rms_norm(residual, attended, layer.mlp_norm, config.rms_norm_eps)
+        x, normed = _add_norm(residual, attended, layer.mlp_norm, config, peers)
     with jax.named_scope("mlp"):
         activated = swiglu(normed, layer.w_gate_up, layer.b_gate_up)
-        return Stream(residual=x, update=row_parallel(activated, layer.w_down, layer.b_down, collectives)), cache
+        update = _row_parallel(activated, layer.w_down, layer.b_down, collectives, peers)
+        return Stream(residual=x, update=update), cache
 
 
-def final_norm(params: LlamaParams, stream: Stream, *, config: ModelConfig) -> Float[Array, "tokens hidden"]:
+def final_norm(
+    params: LlamaParams, stream: Stream, *, config: ModelConfig, peers: PeerMemory | None = None
+) -> Float[Array, "tokens hidden"]:
     with jax.named_scope("final_norm"):
-        return add_rms_norm(stream.residual, stream.update, params.final_norm, config.rms_norm_eps)[1]
+        return _add_norm(stream.residual, stream.update, params.final_norm, config, peers)[1]
 
 
 def logits(
@@ -166,7 +248,8 @@ def _attention(
     rope: RopeTables,
     config: ModelConfig,
     collectives: Collectives,
-) -> tuple[Float[Array, "tokens hidden"], KVCache]:
+    peers: PeerMemory | None,
+) -> tuple[Float[Array, "*parts tokens hidden"] | Unsummed, KVCache]:
     """What attention adds to the residual stream, and the cache with the tokens' keys and values written."""
     tokens = normed.shape[0]
     _, kv_heads, width, head_dim = layer.wqkv.shape  # this device's KV heads; width is query heads a KV head + 2
@@ -183,7 +266,7 @@ def _attention(
         attended = _paged_attention(q, cache, index, batch, config, kv_scales)
     with jax.named_scope("output"):
         flat = attended.reshape(tokens, -1)  # [tokens, kv_heads * group * head_dim]
-        return row_parallel(flat, layer.wo, layer.bo, collectives), cache
+        return _row_parallel(flat, layer.wo, layer.bo, collectives, peers), cache
 
 
 def _norm_heads(

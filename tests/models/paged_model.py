@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.config import ModelConfig
+from jaxserve.kernels.peer_memory import PeerLayout, PeerMemory, make_peer_memory
 from jaxserve.models import llama
 from jaxserve.models.batch import Batch
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
@@ -33,6 +34,7 @@ class PagedModel:
         padding_token: id of the tokens that fill a batch up.
         by_layer: run one program for every layer in turn, not one for the whole pass.
         cache_dtype: element type of the cache.
+        peer_rows: tokens of a batch whose sums over devices are left to the norms, at most; 0: none are.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PagedModel:
         tensor_parallel_size: int = 1,
         by_layer: bool = False,
         cache_dtype: Any = jnp.float32,
+        peer_rows: int = 0,
     ) -> None:
         mesh = make_mesh(jax.devices(), tensor_parallel_size)
         pages_per_seq = -(-capacity // page_size)
@@ -64,6 +67,9 @@ class PagedModel:
         self._params = jax.device_put(params, named_shardings(param_specs(config), mesh))
         self.cache = jax.device_put(cache, named_shardings(cache_specs, mesh))
         self._forward = (_pass_by_layer if by_layer else _whole_pass)(config, mesh)
+        if peer_rows:
+            layout = PeerLayout(tensor_parallel_size, peer_rows, 128)
+            self._forward = functools.partial(self._forward, peers=make_peer_memory(mesh, TENSOR_AXIS, layout))
 
     def prefill(self, token_ids: Sequence[int], *, bucket: int | None = None, rows: int = 1) -> np.ndarray:
         """Logits [tokens, vocab] of a prompt, or of its next chunk, padded to `bucket` tokens and `rows` rows."""
@@ -133,15 +139,21 @@ class PagedModel:
 
 @functools.cache  # jit then compiles every shape once for all models of a config
 def _whole_pass(config: ModelConfig, mesh: Mesh) -> Callable[..., tuple[jax.Array, KVCache]]:
-    """(params, cache, batch) -> (logits, cache) as one program, as on accelerators."""
+    """(params, cache, batch, peers=None) -> (logits, cache) as one program, as on accelerators."""
     collectives = Collectives(mesh.shape[TENSOR_AXIS])
     params_specs, cache_specs = partition_specs(param_specs(config)), _cache_specs(config)
 
-    def per_device(params: LlamaParams, cache: KVCache, batch: Batch) -> tuple[jax.Array, KVCache]:
-        hidden, cache = llama.forward(params, cache, batch, config=config, collectives=collectives)
+    def per_device(
+        params: LlamaParams, cache: KVCache, batch: Batch, peers: PeerMemory | None
+    ) -> tuple[jax.Array, KVCache]:
+        hidden, cache, _ = llama.forward_with_taps(
+            params, cache, batch, config=config, collectives=collectives, peers=peers
+        )
         return llama.logits(params, hidden, collectives=collectives), cache
 
-    return _program(per_device, mesh, (params_specs, cache_specs, _WHOLE), (_WHOLE, cache_specs), donated=1)
+    inputs = params_specs, cache_specs, _WHOLE, PartitionSpec(TENSOR_AXIS)
+    program = _program(per_device, mesh, inputs, (_WHOLE, cache_specs), donated=1)
+    return lambda params, cache, batch, peers=None: program(params, cache, batch, peers)
 
 
 @functools.cache

@@ -1,0 +1,35 @@
+"""Sums over devices that are left to the norms: the same model, wherever they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models import llama
+from tests.models.paged_model import PagedModel
+from tests.tiny_engine import MODEL_CONFIG, random_params
+
+PROMPT = [3, 17, 5, 40, 8, 21]
+
+
+@pytest.mark.parametrize("output_bias", [False, True])
+@pytest.mark.parametrize("peer_rows", [8, 4])
+def test_forward_pass_is_the_same(peer_rows: int, output_bias: bool):
+    """Also where the prompt has more tokens than sums are left for, and where a bias follows a sum."""
+    config = dataclasses.replace(MODEL_CONFIG, attention_output_bias=output_bias)
+    params = random_params(config)
+    models = [
+        PagedModel(config, params, capacity=16, tensor_parallel_size=2, peer_rows=rows) for rows in (0, peer_rows)
+    ]
+    expected, got = (model.prefill(PROMPT) for model in models)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    expected, got = (model.decode(11, rows=2) for model in models)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_stream_is_not_taken_for_its_part():
+    with pytest.raises(ValueError, match="not yet summed"):
+        llama.stream_sum(llama.Stream(residual=jnp.zeros((1, 4)), update=llama.Unsummed(jnp.zeros((1, 4)))))
