@@ -16,7 +16,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -37,9 +37,11 @@ from jaxserve.engine.device_batch import Bucket, Sizes, packed_size, views
 from jaxserve.engine.executable_cache import compile_options
 from jaxserve.engine.programs import ProgramFactory
 from jaxserve.engine.runner import zero_cache
+from jaxserve.kernels.peer_memory import PeerLayout, PeerMemory, make_peer_memory
 from jaxserve.models import linear, llama
 from jaxserve.models.params import init_params, param_specs
 from jaxserve.models.presets import preset_config
+from jaxserve.sharding.mesh import TENSOR_AXIS
 from jaxserve.sharding.placement import named_shardings, replicated
 
 PAGE_SIZE = 16
@@ -92,6 +94,8 @@ def main() -> None:
     parser.add_argument("--num-pages", type=int, default=8192)
     parser.add_argument("--kernels", type=int, default=14)
     parser.add_argument("--xla", default="", help="ops to run in plain XLA, such as decode_matmul,rope_write_kv")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--peer-rows", type=int, default=0, help="most tokens whose sums over devices kernels make")
     parser.add_argument("--no-splits", action="store_true", help="products of few tokens in one piece")
     parser.add_argument("--xla-options", action="append", help="JSON object of a set of programs; may be repeated")
     parser.add_argument(
@@ -100,10 +104,14 @@ def main() -> None:
     parser.add_argument("--output", default="/tmp/profile_step")
     options = parser.parse_args()
     config = preset_config(options.model)
-    mesh = make_engine_mesh(EngineConfig())
+    mesh = make_engine_mesh(EngineConfig(tensor_parallel_size=options.tensor_parallel_size))
     dtype = resolve_dtype(EngineConfig(), mesh)
     sizes = Sizes(64, 512, options.num_pages, PAGE_SIZE)
-    factory = ProgramFactory(config, sizes, mesh, 2048)
+    factory = ProgramFactory(config, sizes, mesh, 2048, has_peers=options.peer_rows > 0)
+    peers: tuple[PeerMemory, ...] = ()
+    if factory.has_peers:
+        layout = PeerLayout(mesh.size, options.peer_rows, 4 * config.hidden_size)
+        peers = (make_peer_memory(mesh, TENSOR_AXIS, layout),)
     started = time.perf_counter()
     bandwidth = device_ceiling(mesh.devices.flat[0]).bandwidth
     params = init_params(config, 0, dtype, named_shardings(param_specs(config), mesh))
@@ -128,7 +136,7 @@ def main() -> None:
             ThreadPoolExecutor(1 if options.one_by_one else None) as pool,
         ):
             compiling = [
-                pool.submit(compile_forward, factory, params, cache, state, bucket, more) for bucket in buckets
+                pool.submit(compile_forward, factory, params, cache, state, peers, bucket, more) for bucket in buckets
             ]
             programs = [future.result() for future in compiling]
         print(f"{variant}: compiled after {time.perf_counter() - started:.1f} s", flush=True)
@@ -159,12 +167,18 @@ def use_xla(ops: list[str], *, splits: bool) -> Iterator[None]:
 
 
 def compile_forward(
-    factory: ProgramFactory, params: Any, cache: Any, state: Any, bucket: Bucket, more: dict[str, Any]
-) -> Any:
+    factory: ProgramFactory,
+    params: Any,
+    cache: Any,
+    state: Any,
+    peers: tuple[PeerMemory, ...],
+    bucket: Bucket,
+    more: dict[str, Any],
+) -> Callable[..., Any]:
     packed = jax.ShapeDtypeStruct((packed_size(bucket, factory.sizes),), jnp.int32, sharding=replicated(factory.mesh))
     started = time.perf_counter()
     lowered = jax.jit(factory.forward(bucket, max(8, bucket.rows)), donate_argnums=(1, 2)).lower(
-        params, cache, state, packed
+        params, cache, state, packed, *peers
     )
     traced = time.perf_counter()
     platform = factory.mesh.devices.flat[0].platform
@@ -173,7 +187,7 @@ def compile_forward(
         f"{bucket}: traced {traced - started:.1f} s, compiled {time.perf_counter() - traced:.1f} s beside the others",
         flush=True,
     )
-    return compiled
+    return lambda *arguments: compiled(*arguments, *peers)
 
 
 def measure(
@@ -221,7 +235,7 @@ def measure(
         mesh.devices.flat[0].device_kind,
         batch=bucket.decode_rows,
         context=options.context,
-        num_devices=1,
+        num_devices=mesh.size,
         bandwidth=bandwidth,
     )
     print(f"{bucket}: {min(times):.2f} ms a step (floor {floor or 0:.2f})", flush=True)
