@@ -183,8 +183,8 @@ class EngineConfig:
         max_num_queued_requests: requests that may wait; one more is refused.
         max_num_queued_tokens: prompt tokens that may wait to be computed; a request that brings more is refused, unless
             none wait. None: any number.
-        scheduling_policy: "fcfs": first come, first served; "priority": smaller `priority` of a request first; "sjf":
-            shortest prompt first. The last two let nobody starve: waiting outweighs both.
+        scheduling_policy: "fcfs": first come, first served, in a burst the shorter prompt; "priority": smaller `priority` of
+            a request first; "sjf": shortest prompt first. The last two let nobody starve: waiting outweighs both.
         max_tpot_ms: how long a step may take at most while somebody decodes, which bounds how much of a prompt rides along;
             None: twice what it takes without any prompt; infinity: as long as it takes.
         enable_prefix_caching: prompts that begin alike share what is computed of them, as long as memory keeps it.

@@ -23,15 +23,18 @@ class SchedulingOrder:
     who arrives more than the difference of two handicaps after a request is served before it, so that none starves.
 
     Attributes:
-        policy: "fcfs": first come, first served. "priority": smaller `priority` first, as vLLM has it. "sjf": shortest
-            prompt first.
+        policy: "fcfs": first come, first served, but that of those who come within the time that computing a prompt takes
+            the shorter ones go first: in a burst they would all wait for the long ones. "priority": smaller `priority`
+            first, as vLLM has it. "sjf": shortest prompt first.
         seconds_per_priority: of waiting that outweigh one step of priority.
-        seconds_per_token: of waiting that outweigh one more prompt token.
+        seconds_per_token: of waiting that outweigh one more prompt token under "sjf".
+        fcfs_seconds_per_token: and under "fcfs": about what a GPU takes to compute it.
     """
 
     policy: SchedulingPolicy = "fcfs"
     seconds_per_priority: float = 60.0
     seconds_per_token: float = 0.005
+    fcfs_seconds_per_token: float = 1e-5
 
     def handicap(self, request: Request) -> float:
         """Seconds by which later requests may overtake this one, all else being equal."""
@@ -39,7 +42,7 @@ class SchedulingOrder:
             return request.priority * self.seconds_per_priority
         if self.policy == "sjf":
             return len(request.prompt_token_ids) * self.seconds_per_token
-        return 0.0
+        return len(request.prompt_token_ids) * self.fcfs_seconds_per_token
 
 
 class WaitingQueue:
@@ -67,8 +70,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """A new sequence takes its place."""
         request = sequence.request
-        arrival = 0.0 if self._order.policy == "fcfs" else request.arrival_time
-        sequence.turn = (arrival + self._order.handicap(request), next(self._numbers))
+        sequence.turn = (request.arrival_time + self._order.handicap(request), next(self._numbers))
         insort(self._queue, sequence, key=turn_of)
 
     def add_preempted(self, sequence: Sequence) -> None:

@@ -72,7 +72,11 @@ class Harness:
         tokens = tuple(range(first, first + prompt)) if isinstance(prompt, int) else tuple(prompt)
         sequence = Sequence(
             request=Request(
-                name, tokens, SamplingParams(prompt_logprobs=prompt_logprobs), arrival_time=0.0, cache_salt=salt
+                name,
+                tokens,
+                SamplingParams(prompt_logprobs=prompt_logprobs),
+                arrival_time=float(len(self.sequences)),  # so far apart that no prompt is long enough to be overtaken
+                cache_salt=salt,
             ),
             index=index,
             seed=seed,

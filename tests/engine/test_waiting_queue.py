@@ -35,12 +35,12 @@ def queued(order: SchedulingOrder, *sequences: Sequence) -> WaitingQueue:
     return queue
 
 
-def test_first_come_first_served_looks_at_nothing_else() -> None:
+def test_first_come_first_served_looks_at_no_priority() -> None:
     queue = queued(
         SchedulingOrder(),
-        sequence("a", 9.0, length=50, priority=9),
+        sequence("a", 0.0, length=50, priority=9),
         sequence("b", 1.0),
-        sequence("c", 0.0, priority=-9),
+        sequence("c", 1.0, priority=-9),
     )
     assert order_of(queue) == "abc"
     first = queue.first
@@ -48,6 +48,21 @@ def test_first_come_first_served_looks_at_nothing_else() -> None:
     assert order_of(queue) == "bc"
     queue.add_preempted(first)
     assert order_of(queue) == "abc"
+
+
+def test_in_a_burst_a_prompt_lets_shorter_ones_pass_that_come_while_it_would_be_computed() -> None:
+    order = SchedulingOrder(fcfs_seconds_per_token=1e-5)
+    queue = queued(
+        order,
+        sequence("a", 0.0, 1000),  # 10 ms
+        sequence("b", 0.001, 10),
+        sequence("c", 0.002, 900),
+        sequence("d", 0.012, 10),
+        sequence("e", 0.02, 900),
+    )
+    assert order_of(queue) == "bacde"
+    queue.add(sequence("f", 0.009, 1))
+    assert order_of(queue) == "bfacde"
 
 
 def test_smaller_priorities_go_first_until_waiting_outweighs_them() -> None:
