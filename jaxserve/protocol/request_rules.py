@@ -63,6 +63,9 @@ def check_generation(request: GenerationRequest) -> None:
     check_output_format(request.response_format, request.structured_outputs)
     if request.stream_options is not None and not request.stream:
         raise BadRequestError("`stream_options` goes with `stream: true` only", param="stream_options")
+    if request.continuous_usage() and not request.include_usage():
+        param = "stream_options.continuous_usage_stats"
+        raise BadRequestError(f"`{param}` goes with `include_usage: true` only", param=param)
     if request.prompt_logprobs is not None and request.stream:
         raise BadRequestError("`prompt_logprobs` cannot be streamed", param="prompt_logprobs")
     if request.output_limit is not None and request.min_tokens > request.output_limit:

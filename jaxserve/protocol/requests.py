@@ -171,7 +171,7 @@ class GenerationRequest(SamplingFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def continuous_usage(self) -> bool:
-        return self.include_usage() and self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling(self, *, max_tokens: int | None, constraint: Constraint | None = None) -> SamplingParams:
         """What the engine is asked for.

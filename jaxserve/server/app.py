@@ -34,6 +34,7 @@ from jaxserve.server.middleware import (
     ApiKeyMiddleware,
     ConnectionLimitMiddleware,
     LoadMiddleware,
+    OldHttpMiddleware,
     RequestContextMiddleware,
     RootPathMiddleware,
     ServerLoad,
@@ -85,7 +86,7 @@ def create_app(service: OpenAIService | ServiceSlot, config: ServerConfig, trace
 
 def _middleware(config: ServerConfig, load: ServerLoad, tracer: Tracer | None) -> list[Middleware]:
     """What a request passes, outermost first."""
-    layers: list[Middleware] = []
+    layers = [Middleware(OldHttpMiddleware)]
     if config.root_path:
         layers.append(Middleware(RootPathMiddleware, root_path=config.root_path))
     if config.access_log != "none":

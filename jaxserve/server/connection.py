@@ -76,6 +76,7 @@ class _Connection(_Protocol):
         self._stall_check: asyncio.TimerHandle | None = None
         self._request_check: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._parsed_head_bytes = 0
         self._in_head = False
         self._body_bytes = 0
 
@@ -133,9 +134,21 @@ class _Connection(_Protocol):
 
     def on_message_begin(self) -> None:
         self._in_head = True
+        self._parsed_head_bytes = 0
         if self._request_check is None:
             self._await_head()
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._parsed_head_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """The parser gives up when this raises, and the request gets a 400."""
+        self._parsed_head_bytes += len(name) + len(value) + len(b": \r\n")
+        if self._parsed_head_bytes > MAX_HEAD_BYTES:
+            raise ValueError(f"a head of more than {MAX_HEAD_BYTES} bytes")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False

@@ -72,6 +72,40 @@ class ConnectionLimitMiddleware:
         await error_response(error, {"connection": "close"})(scope, receive, send)
 
 
+class OldHttpMiddleware:
+    """Gives clients that speak HTTP/1.0 answers in one piece: they know no chunks, and would take them for text.
+
+    uvicorn sends whatever has no length in chunks, to them too.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["http_version"] not in ("0.9", "1.0"):
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None  # while the length of what follows it is not known
+        body = bytearray()
+
+        async def send_whole(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and "content-length" not in MutableHeaders(scope=message):
+                start = message
+                return
+            if start is None:
+                await send(message)
+                return
+            body.extend(message.get("body", b""))
+            if message.get("more_body", False):
+                return
+            MutableHeaders(scope=start)["content-length"] = str(len(body))
+            await send(start)
+            await send({"type": "http.response.body", "body": bytes(body)})
+
+        await self._app(scope, receive, send_whole)
+
+
 class RootPathMiddleware:
     """Takes off what a proxy puts before every path, whether the proxy has done so already or not."""
 

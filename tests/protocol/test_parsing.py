@@ -171,6 +171,8 @@ def test_completions_generate_sixteen_tokens_unless_told() -> None:
 
 def test_stream_options_need_a_stream() -> None:
     assert refusal(stream_options={"include_usage": True}).param == "stream_options"
+    alone = {"continuous_usage_stats": True}
+    assert refusal(stream=True, stream_options=alone).param == "stream_options.continuous_usage_stats"
     assert chat(stream=True, stream_options={"include_usage": True, "include_obfuscation": False}).include_usage()
 
 

@@ -95,6 +95,47 @@ async def test_headers_without_end_are_refused(line: bytes) -> None:
         writer.close()
 
 
+@pytest.mark.parametrize(
+    "head", [b"GET /health?%b HTTP/1.1\r\nx-one: y\r\n\r\n", b"GET /health HTTP/1.1\r\n%b\r\n\r\n"]
+)
+async def test_a_long_head_that_comes_at_once_is_refused_too(head: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "uvicorn.error")
+    config = ServerConfig()
+    async with listening(create_app(fake_service(FakeEngine(say("x"))), config), config) as port:
+        for size, status in ((MAX_HEAD_BYTES - 2000, b"200"), (MAX_HEAD_BYTES + 2000, b"400")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(
+                head % (b"a: bcd\r\n" * (size // 8) if b"?" not in head else b"a" * size).removesuffix(b"\r\n")
+            )
+            async with asyncio.timeout(10):
+                assert (await reader.readline()).split()[1] == status
+            writer.close()
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.0\r\nconnection: keep-alive", b"HTTP/1.1"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_who_knows_no_chunks_gets_none(version: bytes, path: str) -> None:
+    config = ServerConfig(access_log="none")
+    async with listening(create_app(fake_service(FakeEngine(say("hello"))), config), config) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps({"prompt" if path == "/v1/completions" else "input": "x", "stream": True}).encode()
+        head = b"POST %b %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % (path.encode(), version, len(body)) + body)
+        async with asyncio.timeout(10):
+            head = await reader.readuntil(b"\r\n\r\n")
+            is_chunked = b"transfer-encoding: chunked" in head
+            assert is_chunked == (version == b"HTTP/1.1")
+            if is_chunked:
+                assert int((await reader.readline()).strip(), 16) > 0
+            else:
+                (length,) = [int(line.split()[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length")]
+                text = await reader.readexactly(length)
+                assert text.startswith((b"data: {", b"event: response.created\ndata: {")) and text.endswith(b"\n\n")
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_a_key_of_a_megabyte_is_refused() -> None:
     config = ServerConfig(api_keys=("sk",))
     async with listening(create_app(fake_service(FakeEngine(say("x"))), config), config) as port:
