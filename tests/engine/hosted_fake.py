@@ -1,0 +1,73 @@
+"""An engine over a fake device, for a process of its own: files in a folder say what it does next."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+from jaxserve.config import EngineConfig
+from jaxserve.constraint import Constraint
+from jaxserve.engine.client import EngineClient
+from jaxserve.engine.process_messages import HostedEngine
+from jaxserve.engine.request import RequestError
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.progress import Progress
+from tests.engine.fake_device import FakeRunner
+from tests.engine.scheduler_harness import make_limits
+from tests.engine.test_client import MODEL_CONFIG
+from tests.engine.test_constraints import WordRule
+
+logger = logging.getLogger(__name__)
+
+
+def start_fake(folder: Path, config: EngineConfig, progress: Progress) -> HostedEngine:
+    """Fetches no step while `folder` has a file "closed", and fails when it has "fault"."""
+    with progress.task("starting", None, "engines"):
+        limits = make_limits(seqs=2)
+
+    def before_fetch(step: int) -> None:
+        del step
+        while (folder / "closed").exists():
+            time.sleep(0.001)
+        if (folder / "fault").exists():
+            raise RuntimeError("the device is gone")
+
+    engine = EngineClient(
+        config=config,
+        model_config=MODEL_CONFIG,
+        scheduler=Scheduler(limits),
+        runner=FakeRunner(limits, before_fetch),
+        device_kind="fake",
+    )
+    engine.start()
+    logger.info("started")
+    return HostedEngine(engine, compile_rule)
+
+
+def compile_rule(source: tuple[tuple[int, ...], ...]) -> Future[Constraint]:
+    """A rule of words from their sets."""
+    rule: Future[Constraint] = Future()
+    if source:
+        rule.set_result(WordRule(source, len(source), jumps=False))
+    else:
+        rule.set_exception(RequestError("no words", parameter="words"))
+    return rule
+
+
+def refuse_to_start(progress: Progress) -> HostedEngine:
+    del progress
+    raise RequestError("no such model", parameter="model")
+
+
+def die_at_start(progress: Progress) -> HostedEngine:
+    del progress
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it goes on after its end")
+
+
+def log_to_file(path: Path) -> None:
+    logging.basicConfig(filename=path, level=logging.INFO)
