@@ -233,10 +233,11 @@ def test_a_process_that_is_killed_fails_the_engine(tmp_path: Path) -> None:
         received = Collected()
         with closed(tmp_path):
             engine.submit_with_callback(PROMPT, dataclasses.replace(SAMPLING, n=2), received)
+            until(lambda: engine.stats().num_running == 2)
             asked = engine.flush_prefix_cache()
-            asked.result(TIMEOUT)
             os.kill(engine.process_id, signal.SIGKILL)
             outputs = received.all(2)
+            assert isinstance(refusal(lambda: asked.result(TIMEOUT)), EngineStoppedError)
         assert {(output.finish_reason, output.is_retryable) for output in outputs} == {("error", True)}
         assert isinstance(engine.failure, EngineProcessError)
         assert "signal 9 (SIGKILL)" in str(engine.failure)
