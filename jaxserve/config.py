@@ -172,7 +172,8 @@ class EngineConfig:
             of the longest context; "server": as many sequences as suit the device, and all the KV pages that fit.
         page_size: tokens a KV page holds.
         num_pages: KV pages; None: planned from the memory that is free.
-        gpu_memory_utilization: share of the device's memory that weights, work space and KV pages may take.
+        gpu_memory_utilization: share of the device's memory that weights, work space and KV pages may take; no more than
+            JAX has taken, which is 75% where it was used before and the environment says nothing else.
         dtype: of weights and KV cache; "auto": float32 on CPU, bfloat16 elsewhere.
         seed: of requests that bring no seed of their own, and of dummy weights; None: drawn at random.
         tensor_parallel_size: devices that share the model.

@@ -31,6 +31,7 @@ from jaxserve.cli.profile import kernels
 from jaxserve.cli.progress import progress_on
 from jaxserve.cli.serve_options import EngineProcessName
 from jaxserve.config import EngineProcess
+from jaxserve.device_memory import claim_device_memory
 
 if TYPE_CHECKING:
     from jaxserve.bench.records import Load, Summary
@@ -128,6 +129,7 @@ def run(
                 client_processes=client_processes, on_summary=show, folder=folder_of(output), command=sys.argv,
             )  # fmt: skip
         else:
+            claim_device_memory(gpu_memory_utilization)
             settings: dict[str, Any] = {
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": max_num_batched_tokens,

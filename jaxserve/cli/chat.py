@@ -30,6 +30,7 @@ from jaxserve.cli.options import (
 )
 from jaxserve.cli.progress import progress_on
 from jaxserve.config import EngineConfig
+from jaxserve.device_memory import claim_device_memory
 
 _SETTINGS = ChatSettings()
 _ENGINE = EngineConfig()
@@ -101,6 +102,7 @@ def chat(
             speculative_config=read_speculative_config(speculative_config),
             device=device,
         )
+        claim_device_memory(config.gpu_memory_utilization)
         run_chat(model, config, settings, system_prompt)
 
 

@@ -31,6 +31,7 @@ from jaxserve.cli.options import (
 )
 from jaxserve.cli.progress import progress_on
 from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.device_memory import claim_device_memory
 
 _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
@@ -124,6 +125,7 @@ def serve(
             max_num_queued_tokens=max_num_queued_tokens,
             speculative_config=read_speculative_config(speculative_config, speculative_synthetic_acceptance),
         )
+        claim_device_memory(engine_config.gpu_memory_utilization)
         server_config = ServerConfig(
             host=host,
             port=port,

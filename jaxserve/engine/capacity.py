@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.device_memory import usable_device_bytes
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import OutOfMemoryError
 from jaxserve.models.kv_cache import kv_bytes_per_token
@@ -117,7 +118,8 @@ def usable_bytes(config: EngineConfig, mesh: Mesh) -> tuple[int, str]:
     if device.platform == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory"
     share = config.gpu_memory_utilization
-    return int(device.memory_stats()["bytes_limit"] * share), f"--gpu-memory-utilization {share:g} of the device's"
+    usable = usable_device_bytes(device.memory_stats()["bytes_limit"], share)
+    return usable, f"--gpu-memory-utilization {share:g} of the device's"
 
 
 def free_cache_bytes(
@@ -131,4 +133,5 @@ def free_cache_bytes(
     stats = device.memory_stats()
     width = 4 * model_config.intermediate_size + 8 * model_config.hidden_size
     work_space = 4 * max_num_batched_tokens * width + 16 * max_num_seqs * model_config.vocab_size + _GIB
-    return int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"] - work_space
+    usable = usable_device_bytes(stats["bytes_limit"], config.gpu_memory_utilization)
+    return usable - stats["bytes_in_use"] - work_space

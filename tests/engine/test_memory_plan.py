@@ -73,7 +73,7 @@ def test_the_local_cache_is_small_though_the_context_is_long() -> None:
 
 
 class Card:
-    """A GPU with so many bytes, of which weights (and what else is there) take some."""
+    """A GPU with so many bytes, all of them JAX's, of which weights (and what else is there) take some."""
 
     platform = "gpu"
     device_kind = "some card"
@@ -83,6 +83,11 @@ class Card:
 
     def memory_stats(self) -> dict[str, int]:
         return self._stats
+
+
+@pytest.fixture(autouse=True)
+def jax_takes_whole_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.0")
 
 
 def limits_on_a_card(in_use: float, **options: Any) -> SchedulerLimits:

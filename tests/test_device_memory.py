@@ -1,0 +1,31 @@
+"""How much of a GPU's memory is taken and planned with."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from jaxserve.device_memory import claim_device_memory, usable_device_bytes
+
+CARD = 80_000_000_000
+
+
+def test_a_share_that_was_claimed_is_what_is_planned_with_but_for_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    claim_device_memory(0.9)
+    assert float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == 0.9
+    assert usable_device_bytes(int(0.9 * CARD), 0.9) == pytest.approx(0.9 * 0.97 * CARD)
+    assert usable_device_bytes(int(0.9 * CARD), 0.5) == pytest.approx(0.5 * CARD)
+
+
+def test_what_the_environment_says_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")
+    claim_device_memory(0.9)
+    assert usable_device_bytes(int(0.4 * CARD), 0.9) == pytest.approx(0.4 * 0.97 * CARD)
+
+
+def test_where_jax_was_used_before_its_own_share_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert usable_device_bytes(int(0.75 * CARD), 0.9) == pytest.approx(0.75 * 0.97 * CARD)
+    assert usable_device_bytes(int(0.75 * CARD), 0.6) == pytest.approx(0.6 * CARD)
