@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
 from jaxserve import Engine, EngineConfig
+from jaxserve.speculative_config import SpeculativeConfig
 from jaxserve.structured.grammar import Grammar, GrammarState
 from tests.structured.grammars import allowed, check_look_ahead, compiled, refused_at
 from tests.structured.schemas import SchemaCase, all_schemas
@@ -19,6 +22,7 @@ from tests.tiny_model import write_tiny_llama
 CASES = all_schemas()
 USER = {"role": "user", "content": "Answer."}
 MAX_TOKENS = 200
+CONFIG = EngineConfig(device="cpu", max_num_seqs=16, max_num_batched_tokens=64, max_model_len=512)
 
 
 def text_of(value: Any) -> str:
@@ -54,8 +58,7 @@ def test_values_are_accepted_and_refused(case: SchemaCase) -> None:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     model = write_tiny_llama(tmp_path_factory.mktemp("model") / "model")
-    config = EngineConfig(device="cpu", max_num_seqs=16, max_num_batched_tokens=64, max_model_len=512)
-    with Engine(str(model), config) as engine:
+    with Engine(str(model), CONFIG) as engine:
         yield engine
 
 
@@ -133,3 +136,16 @@ def test_forced_tokens_change_nothing(engine: Engine, monkeypatch: pytest.Monkey
 @pytest.mark.timeout(3600)
 def test_answers_satisfy_the_list(engine: Engine) -> None:
     obey_all(engine, CASES)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_answers_satisfy_the_list_with_drafts(method: Any, tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "model")
+    drafter = str(write_tiny_llama(tmp_path / "draft", seed=1)) if method == "draft_model" else None
+    config = dataclasses.replace(CONFIG, speculative_config=SpeculativeConfig(method, 3, model=drafter, adaptive=False))
+    with Engine(str(model), config) as engine:
+        obey_all(engine, CASES)
+        stats = engine.stats().speculative
+    assert stats is not None and stats.num_draft_tokens > 1000
