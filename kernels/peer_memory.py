@@ -69,7 +69,9 @@ class PeerMemory:
 
     To be kept for as long as a program that got the table may run, and never to be donated: a program knows the memory
     by its address alone. The calls of one program that exchange through it must depend on each other, so that XLA runs
-    them in one order on all devices.
+    them in one order on all devices. The program has a collective of XLA's as well, which makes the devices wait for each
+    other once it is ready on all, and its first run ends before another is launched: no device then loads anything while
+    its kernel waits for another device, for which CUDA might wait in turn.
 
     Attributes:
         table: int32 [ranks, table_words], a row for each device.
