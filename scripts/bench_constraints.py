@@ -4,8 +4,9 @@
 
 `compile`: one grammar, with the mask of its first token. `mask`: at each token of every value that the list has for a
 schema: taking that token in, writing the mask of the next, and finding out what is forced. `step`: that for many rows at
-once, each somewhere else in its own schema, as the engine does it for a step, summed over its threads. Milliseconds of CPU
-time: what else runs on the machine does not count.
+once, each somewhere else in its own schema, as the engine does it for a step, summed over its threads; with `--drafts` each
+row brings so many of the tokens that follow there, and gets a mask after each. Milliseconds of CPU time: what else runs on
+the machine does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 from jaxserve.checkpoint.source import resolve_model
 from jaxserve.constraint import TokenConstraint
 from jaxserve.engine.request import Request
-from jaxserve.engine.schedule import DecodeRow, ScheduledBatch
+from jaxserve.engine.schedule import DecodeRow, DraftedTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.token_masks import MaskWriter, num_words
 from jaxserve.progress import NoProgress
@@ -45,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="whose tokenizer is used")
     parser.add_argument("--rows", type=int, default=64, help="constrained rows of a step")
+    parser.add_argument("--drafts", type=int, default=3, help="of each row, in steps with drafts")
     options = parser.parse_args()
     tokenizer = load_tokenizer(resolve_model(options.model, NoProgress()) / TOKENIZER_FOLDER)
     cases = all_schemas()
@@ -63,7 +65,9 @@ def main() -> None:
         grammars.append(compiled)
     report("compile", compile_times)
     report("mask", mask_times(tokenizer, cases, grammars))
-    report(f"step of {options.rows} rows", step_times(tokenizer, cases, grammars, options.rows))
+    for drafts in sorted({0, options.drafts}):
+        name = f"step of {options.rows} rows" + (f" with {drafts} drafts each" if drafts else "")
+        report(name, step_times(tokenizer, cases, grammars, options.rows, drafts))
 
 
 def tokens_of(tokenizer: Tokenizer, value: object) -> list[int]:
@@ -96,30 +100,44 @@ def advance(state: TokenConstraint, token: int, mask: np.ndarray) -> bool:
 
 
 def step_times(
-    tokenizer: Tokenizer, cases: list[SchemaCase], grammars: list[CompiledGrammar], num_rows: int
+    tokenizer: Tokenizer, cases: list[SchemaCase], grammars: list[CompiledGrammar], num_rows: int, num_drafts: int
 ) -> list[float]:
     choose = random.Random(0)
     writer = MaskWriter(tokenizer.vocab_size)
     times: list[float] = []
     for _ in range(NUM_STEPS):
-        rows = [row_somewhere(tokenizer, cases, grammars, choose) for _ in range(num_rows)]
-        batch = ScheduledBatch(decode=tuple(DecodeRow(sequence, 0, -1, -1) for sequence in rows), prefill=())
-        times.append(timed(lambda batch=batch: writer.write(batch))[0])
+        rows, following = zip(
+            *(row_somewhere(tokenizer, cases, grammars, choose) for _ in range(num_rows)), strict=True
+        )
+        batch = ScheduledBatch(
+            decode=tuple(DecodeRow(sequence, 0, -1, -1, num_drafts) for sequence in rows),
+            prefill=(),
+            num_drafts=num_drafts,
+        )
+        drafted = None
+        if num_drafts:
+            counts = np.array([min(num_drafts, len(tokens)) for tokens in following], np.int32)
+            tokens = np.array(
+                [[*tokens[:num_drafts], *[0] * num_drafts][:num_drafts] for tokens in following], np.int32
+            )
+            drafted = DraftedTokens(tokens, counts)
+        times.append(timed(lambda batch=batch, drafted=drafted: writer.write(batch, drafted))[0])
     writer.close()
     return times
 
 
 def row_somewhere(
     tokenizer: Tokenizer, cases: list[SchemaCase], grammars: list[CompiledGrammar], choose: random.Random
-) -> Sequence:
-    """A sequence at a random place inside a value of a random schema."""
+) -> tuple[Sequence, list[int]]:
+    """A sequence at a random place inside a value of a random schema, and the tokens that follow in it."""
     number = choose.randrange(len(cases))
     tokens = tokens_of(tokenizer, choose.choice(cases[number].good))
     state = grammars[number].start()
-    for token in tokens[: choose.randrange(len(tokens))]:
+    place = choose.randrange(len(tokens))
+    for token in tokens[:place]:
         state.accept(token)
     request = Request("r", (1,), SamplingParams(), arrival_time=0.0)
-    return Sequence(request, 0, 0, frozenset((0,)), 1000, constraint=state, token_ids=[1])
+    return Sequence(request, 0, 0, frozenset((0,)), 1000, constraint=state, token_ids=[1]), tokens[place:]
 
 
 def timed(work: Callable[[], ResultT]) -> tuple[float, ResultT]:
