@@ -6,7 +6,7 @@ the process gets on, in whatever thread that is: the encoder does not let go of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 from pydantic_core import to_json
@@ -18,6 +18,8 @@ ItemT = TypeVar("ItemT")
 ITEMS_AT_ONCE = 64  # of a lazy list: a millisecond or so, where each holds 20 alternatives
 PLAIN_ITEMS_AT_ONCE = 4096  # of numbers or strings
 PIECE_BYTES = 64 * 1024  # of one piece of JSON, about
+_VALUE_BYTES = 16  # of a number and the like, about
+_SMALL_BYTES = 1024  # of a small part
 
 
 class LazyList(Sequence[ItemT]):
@@ -46,14 +48,31 @@ class LazyList(Sequence[ItemT]):
 
 
 def is_long(value: object) -> bool:
-    """Whether it should be written in pieces."""
-    if value is None or isinstance(value, (str, int, float)):
-        return False
+    """Whether it should be written in pieces. Looks at no more than would make it so."""
+    return _bytes_left(value, PIECE_BYTES) < 0
+
+
+def _bytes_left(value: object, limit: int) -> int:
+    """The limit less what the value takes, about; it is looked at until that is below 0."""
+    if isinstance(value, str):
+        return limit - len(value)
+    if value is None or isinstance(value, (int, float)):  # early, for the classes below take long to tell
+        return limit - _VALUE_BYTES
+    if isinstance(value, (list, tuple)):
+        return _all_left(value, limit) if value else limit
+    if isinstance(value, dict):
+        return _all_left(value.values(), _all_left(value, limit))
     if isinstance(value, ResponseModel):
-        return not value.is_small and any(is_long(part) for part in vars(value).values())
-    if isinstance(value, list):
-        return len(value) > PLAIN_ITEMS_AT_ONCE or (_holds_models(value) and any(map(is_long, value)))
-    return isinstance(value, LazyList)
+        return limit - _SMALL_BYTES if value.is_small else _all_left(vars(value).values(), limit)
+    return -1 if isinstance(value, LazyList) else limit - _VALUE_BYTES
+
+
+def _all_left(values: Iterable[object], limit: int) -> int:
+    for value in values:
+        if limit < 0:
+            break
+        limit = _bytes_left(value, limit)
+    return limit
 
 
 def json_pieces(value: object) -> Iterator[bytes]:
@@ -69,28 +88,30 @@ def json_pieces(value: object) -> Iterator[bytes]:
 
 
 def _parts(value: object) -> Iterator[bytes]:
-    if not isinstance(value, (ResponseModel, list, LazyList)):
-        yield to_json(value)
-    elif isinstance(value, ResponseModel):
-        if is_long(value):
-            yield from _object(value)
-        else:
-            yield value.to_json().encode("utf-8")
-    elif isinstance(value, list) and _holds_models(value):
-        yield from _joined(b"[", (_parts(item) for item in value), b"]")
-    else:
-        step = ITEMS_AT_ONCE if isinstance(value, LazyList) else PLAIN_ITEMS_AT_ONCE
-        slices = (value[start : start + step] for start in range(0, len(value), step))
+    if isinstance(value, LazyList):
+        slices = (value[start : start + ITEMS_AT_ONCE] for start in range(0, len(value), ITEMS_AT_ONCE))
         yield from _joined(b"[", ([to_json(items)[1:-1]] for items in slices), b"]")
+    elif not is_long(value):
+        yield value.to_json().encode("utf-8") if isinstance(value, ResponseModel) else to_json(value)
+    elif isinstance(value, ResponseModel):
+        fields = value.written_fields().items()
+        yield from _joined(b"{", (_field(name, part) for name, part in fields), b"}")
+    elif isinstance(value, dict):
+        yield from _joined(b"{", (_field(name, part) for name, part in value.items()), b"}")
+    elif isinstance(value, list):
+        yield from _joined(b"[", _items(value), b"]")
+    elif isinstance(value, str):
+        starts = range(0, len(value), PIECE_BYTES)
+        yield from (b'"', *(to_json(value[start : start + PIECE_BYTES])[1:-1] for start in starts), b'"')
+    else:
+        yield to_json(value)
 
 
-def _holds_models(items: list[Any]) -> bool:
-    return bool(items) and isinstance(items[0], ResponseModel)
-
-
-def _object(model: ResponseModel) -> Iterator[bytes]:
-    fields = model.written_fields().items()
-    yield from _joined(b"{", (_field(name, value) for name, value in fields), b"}")
+def _items(values: list[Any]) -> Iterator[Iterator[bytes]] | Iterator[list[bytes]]:
+    if any(isinstance(value, (ResponseModel, list, dict)) or is_long(value) for value in values):
+        return (_parts(value) for value in values)
+    starts = range(0, len(values), PLAIN_ITEMS_AT_ONCE)
+    return ([to_json(values[start : start + PLAIN_ITEMS_AT_ONCE])[1:-1]] for start in starts)
 
 
 def _field(name: str, value: object) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ class ResponseModel(BaseModel):
 
     Attributes:
         writes_unset: parts that are not set are written too.
-        is_small: no part is ever long.
+        is_small: it is never long.
     """
 
     model_config = ConfigDict(frozen=True)

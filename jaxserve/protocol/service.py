@@ -58,11 +58,11 @@ class ChunkStream(Generic[ChunkT]):
     A class and not a bare generator, since closing a generator that was never started would free nothing.
 
     Attributes:
-        has_logprobs: chunks may hold many of them.
+        may_be_long: a chunk may hold more than text that was just generated.
     """
 
     def __init__(self, answer: Answer, chunks: AsyncGenerator[ChunkT]) -> None:
-        self.has_logprobs = answer.logprobs is not None
+        self.may_be_long = bool(answer.logprobs or answer.echoes or answer.id.startswith("resp_"))
         self._answer = answer
         self._chunks = chunks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Coroutine, Mapping
@@ -129,6 +130,7 @@ class _Routes:
         self._config = config
         self._metrics = metrics
         self._load = load
+        self._openapi: dict[str, Any] | None = None
         self._log = RequestLog(content=config.log_requests_content) if config.log_requests else None
 
     async def chat_completions(self, request: Request) -> Response:
@@ -186,7 +188,9 @@ class _Routes:
         return json_response({"server_load": self._load.requests})
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi_document(self._config, version()))
+        if self._openapi is None:  # a tenth of a second's work, and always the same
+            self._openapi = await asyncio.to_thread(openapi_document, self._config, version())
+        return json_response(self._openapi)
 
     async def _read(self, request: Request) -> bytes:
         return await self._slot.before_draining(read_body(request, self._config.max_body_bytes))

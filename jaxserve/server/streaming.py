@@ -80,7 +80,7 @@ class EventStreamResponse(Response):
 
     async def _send_event(self, send: Send, chunk: ChatCompletionChunk | Completion | ResponseEvent) -> None:
         head = b"event: %b\ndata: " % chunk.type.encode("ascii") if isinstance(chunk, ResponseEvent) else b"data: "
-        if not (self._chunks.has_logprobs and is_long(chunk)):
+        if not (self._chunks.may_be_long and is_long(chunk)):
             await _send_part(send, b"%b%b\n\n" % (head, chunk.to_json().encode("utf-8")))
             return
         await _send_part(send, head)

@@ -11,7 +11,15 @@ from pydantic_core import PydanticSerializationError
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.long_answers import ITEMS_AT_ONCE, PIECE_BYTES, LazyList, is_long, json_pieces
 from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
-from jaxserve.protocol.responses import ChatLogprobs, ResponseModel, TokenLogprob, Tokens
+from jaxserve.protocol.responses import (
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    ResponseModel,
+    TokenLogprob,
+    Tokens,
+)
+from jaxserve.protocol.responses_api_objects import ResponseObject, TextSettings
 from jaxserve.protocol.responses_api_requests import parse_responses_request
 from jaxserve.protocol.service import OpenAIService
 from tests.fakes import FakeEngine, endless, fake_service
@@ -19,13 +27,13 @@ from tests.fakes import FakeEngine, endless, fake_service
 USER = {"role": "user", "content": "hi " * 200}
 LONG = 600  # tokens
 CHAT: dict[str, Any] = {
-    "messages": [USER], "max_tokens": LONG, "logprobs": True, "top_logprobs": 20, "prompt_logprobs": 3, "n": 2,
+    "messages": [USER], "max_tokens": LONG, "logprobs": True, "top_logprobs": 5, "prompt_logprobs": 3, "n": 2,
 }  # fmt: skip
 COMPLETION: dict[str, Any] = {
     "prompt": ["é" * 300, "b"], "max_tokens": LONG, "logprobs": 5, "echo": True, "prompt_logprobs": 0, "n": 2,
 }  # fmt: skip
 RESPONSE: dict[str, Any] = {
-    "input": "hi", "max_output_tokens": LONG, "include": ["message.output_text.logprobs"], "top_logprobs": 20,
+    "input": "hi", "max_output_tokens": LONG, "include": ["message.output_text.logprobs"], "top_logprobs": 5,
 }  # fmt: skip
 BODIES = {"chat": CHAT, "completion": COMPLETION, "response": RESPONSE}
 
@@ -74,15 +82,14 @@ async def test_pieces_say_what_the_whole_says(kind: str, stream: bool) -> None:
         for chunks in (written, expected):
             chunks.sort(key=lambda chunk: chunk["choices"][0]["index"])
     assert without_names(written) == without_names(expected)
-    assert any(is_long(answer) for answer in lazy) == (not stream or kind != "chat")
-    assert not any(is_long(answer) for answer in eager)
+    assert any(is_long(answer) for answer in lazy)
 
 
 @pytest.mark.anyio
 async def test_no_piece_is_the_whole() -> None:
     (answer,) = await answers("chat", lazy=True, stream=False)
     pieces = list(json_pieces(answer))
-    assert len(pieces) > 15
+    assert len(pieces) > 4
     assert max(map(len, pieces)) < 4 * PIECE_BYTES
 
 
@@ -107,6 +114,54 @@ def test_what_takes_no_place_in_json_is_not_forgotten() -> None:
     logprobs = ChatLogprobs(content=LazyList(range(3), str), refusal=None)  # type: ignore[arg-type]
     with pytest.raises(PydanticSerializationError):
         logprobs.to_json()
+
+
+LONG_TEXT = 'é"\\\n\U0001f336 ' * 30_000
+
+
+def completion_of(*texts: str) -> Completion:
+    choices = [
+        CompletionChoice(index=index, text=text, logprobs=None, finish_reason="stop")
+        for index, text in enumerate(texts)
+    ]
+    fields: dict[str, Any] = {"id": "x", "object": "text_completion", "created": 0, "model": "m"}
+    return Completion(**fields, choices=choices, system_fingerprint=None)
+
+
+def told_of(**fields: Any) -> ResponseObject:
+    """The answer of the responses route, which says what it was asked for."""
+    settings = TextSettings(format=fields.pop("format", {"type": "text"}))
+    given: dict[str, Any] = {
+        "instructions": None, "max_output_tokens": None, "metadata": {}, "output": [], "parallel_tool_calls": True,
+        "temperature": 1.0, "tool_choice": "auto", "tools": [], "top_logprobs": 0, "top_p": 1.0, "user": None, **fields,
+    }  # fmt: skip
+    return ResponseObject(id="x", created_at=0, status="completed", model="m", text=settings, **given)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        completion_of(LONG_TEXT, "", "short"),
+        completion_of(*["x" * 1000] * 100),
+        told_of(instructions=LONG_TEXT, metadata={"é": "x"}),
+        told_of(
+            tools=[{"parameters": {"enum": list(range(50_000)), "é": [{"a": [LONG_TEXT, None, 1.5]}, {}, []]}}] * 2
+        ),
+        told_of(format={"schema": {"x" * 100_000: True}}),
+    ],
+    ids=["long text", "many texts", "instructions", "tools", "format"],
+)
+def test_whatever_is_long_is_written_in_pieces(answer: ResponseModel) -> None:
+    assert is_long(answer)
+    pieces = list(json_pieces(answer))
+    assert b"".join(pieces) == answer.to_json().encode()
+    assert len(pieces) > 1
+    assert max(map(len, pieces)) < 8 * PIECE_BYTES
+
+
+def test_what_is_short_is_not() -> None:
+    assert not is_long(completion_of(*["x" * 100] * 100))
+    assert not is_long(told_of(instructions="x" * 10_000, metadata={"a": "b"}, tools=[{"a": [1, 2, {"b": None}]}]))
 
 
 @pytest.mark.parametrize("count", [0, 1, 4096, 4097, 10_000])

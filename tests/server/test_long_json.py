@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +13,9 @@ import httpx
 import pytest
 
 from jaxserve.config import ServerConfig
-from jaxserve.protocol.long_answers import LazyList
+from jaxserve.protocol.long_answers import LazyList, json_pieces
+from jaxserve.protocol.responses import ResponseModel
+from jaxserve.server import app, long_json
 from jaxserve.server.app import create_app
 from tests.fakes import FakeEngine, endless, fake_service
 from tests.server.harness import listening, raw_request, until
@@ -120,3 +122,59 @@ async def until_still(watched: Watched) -> None:
         while watched.num_items != before:
             before = watched.num_items
             await asyncio.sleep(0.2)
+
+
+LONG_TEXT = "x" * 200_000
+TOOL = {"type": "function", "name": "f", "description": LONG_TEXT}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG_TEXT, "echo": True, "n": 3}),
+        ("/v1/completions", {"prompt": LONG_TEXT, "echo": True, "stream": True}),
+        ("/v1/responses", {"input": "x", "instructions": LONG_TEXT, "stream": True, "max_output_tokens": 3}),
+        ("/v1/responses", {"input": "x", "tools": [TOOL], "tool_choice": "none", "max_output_tokens": 3}),
+        ("/tokenize", {"prompt": LONG_TEXT}),
+    ],
+)
+async def test_others_are_answered_while_long_text_is_written(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def held(answer: ResponseModel) -> Iterator[bytes]:
+        begun.set()
+        assert may_go_on.wait(20)
+        yield from json_pieces(answer)
+
+    monkeypatch.setattr(long_json, "json_pieces", held)
+    engine = FakeEngine(endless, max_model_len=1_000_000)
+    async with (
+        listening(create_app(fake_service(engine), ServerConfig())) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+    ):
+        long = asyncio.create_task(client.post(path, json=body))
+        await until(begun.is_set, 20)
+        assert (await client.get("/health")).status_code == 200
+        assert not long.done()
+        may_go_on.set()
+        answer = await long
+    assert answer.status_code == 200, answer.text[:1000]
+    assert len(answer.content) > 200_000
+
+
+async def test_the_description_is_made_once_and_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    describe = app.openapi_document
+
+    def watched(*arguments: Any) -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        return describe(*arguments)
+
+    monkeypatch.setattr(app, "openapi_document", watched)
+    async with served() as (_, client):
+        first, second = [await client.get("/openapi.json") for _ in range(2)]
+    assert first.json() == second.json()
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
