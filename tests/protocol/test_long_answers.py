@@ -174,6 +174,6 @@ def test_many_token_ids(count: int) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_responses_hold_all_log_probabilities_to_their_end(stream: bool) -> None:
     asked = fake_service(FakeEngine(endless, max_model_len=10_000_000))
-    request = parse_responses_request({**RESPONSE, "max_output_tokens": 200_000, "stream": stream})
+    request = parse_responses_request({**RESPONSE, "max_output_tokens": 800_000, "stream": stream})
     with pytest.raises(BadRequestError, match="log probabilities"):
         await (asked.response_stream(request) if stream else asked.response(request))
