@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,6 +20,8 @@ from jaxserve.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+# The modules that each large weight of a layer is fused of. They share their input.
+WEIGHT_MODULES = {"wqkv": ("q", "k", "v"), "wo": ("o",), "w_gate_up": ("gate", "up"), "w_down": ("down",)}
 _BLOCK_ROWS, _BLOCK_COLUMNS = 512, 64
 _MAX_THREADS = 8
 
@@ -73,24 +75,28 @@ class Assembler:
             )
         return Assembler(source, names, config, dtype, expected)
 
-    def stored_bytes(self) -> int:
-        """Of all arrays that will be given: what they take on the disk if nothing else happens to them."""
-        return sum(self.stored_bytes_of(name) for name in self.expected)
-
-    def stored_bytes_of(self, name: str) -> int:
-        """Of what becomes of one tensor."""
-        return self._bytes_of(name) if self.dtype is None else math.prod(self.expected[name]) * self.dtype.itemsize
-
     def piece_bytes(self, piece: str) -> int:
         """Of all tensors that `piece` reads."""
+        return sum(self._bytes_of(name) for name in self._tensors_of(piece))
+
+    def stored_bytes(self, piece: str, without: Collection[str]) -> int:
+        """Of the arrays that `piece` gives, but for some of a layer's weights, such as "wqkv"."""
+        names = self._tensors_of(piece)
+        if piece not in (EMBEDDING_PIECE, HEAD_PIECE):
+            layer = self._layer_number(piece)
+            modules = [module for weight in without for module in self.names.held_of(WEIGHT_MODULES[weight])]
+            names = [name for name in names if name not in {self.names.in_layer(layer, module) for module in modules}]
+        if self.dtype is None:
+            return sum(self._bytes_of(name) for name in names)
+        return sum(math.prod(self.expected[name]) * self.dtype.itemsize for name in names)
+
+    def _tensors_of(self, piece: str) -> list[str]:
         if piece == EMBEDDING_PIECE:
-            names = [self.names.embedding]
-        elif piece == HEAD_PIECE:
-            names = [name for name in (self.names.final_norm, self.names.lm_head) if name in self.expected]
-        else:
-            prefix = self.names.layer.format(layer=self._layer_number(piece))
-            names = [name for name in self.expected if name.startswith(prefix)]
-        return sum(self._bytes_of(name) for name in names)
+            return [self.names.embedding]
+        if piece == HEAD_PIECE:
+            return [name for name in (self.names.final_norm, self.names.lm_head) if name in self.expected]
+        prefix = self.names.layer.format(layer=self._layer_number(piece))
+        return [name for name in self.expected if name.startswith(prefix)]
 
     def piece(self, piece: str, advance: Callable[[int], None]) -> dict[str, np.ndarray]:
         """The arrays of one of `piece_names(config)`, by their names within it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from jaxserve.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+_ROOM_FOR_THE_REST = 16 << 20  # bytes: the tokenizer, the manifest, what the store notes of itself
 _PACKAGES = ("jaxserve", "jax", "orbax-checkpoint", "numpy", "gguf", "safetensors", "tokenizers")
 
 
@@ -98,13 +99,14 @@ def convert(
             logger.warning("%s: ignored, as nothing of a model that is read: %s", source, ", ".join(model.ignored))
         if model.tokenizer is None:
             logger.warning("%s has no tokenizer: the converted model takes token ids only", source)
-        require_space(destination, _written_bytes(model), f"the converted model {destination}")
+        config = model.assembler.config if step is None else step.config(model.assembler.config)
+        if not resume:  # when it is known what is left, it is asked again
+            _require_space(model, config, piece_names(config), destination)
         with progress.task("Checking files", sum(path.stat().st_size for path in model.files), "B") as advance:
             hashes = {path.name: sha256_of_file(path, advance) for path in model.files}
         quantization = "none" if step is None else step.name
         origin = {"format": FORMAT_VERSION, "files": hashes, "dtype": dtype, "quantization": quantization}
         with unfinished_folder(destination, origin, resume=resume) as folder:
-            config = model.assembler.config if step is None else step.config(model.assembler.config)
             arrays = _write_weights(model, config, folder, step, progress)
             _write_rest(model, folder.path)
             manifest = Manifest(
@@ -133,9 +135,12 @@ def _write_weights(
     left = [piece for piece in pieces if piece not in folder.finished]
     if len(left) < len(pieces):
         logger.info("%s: %d of %d pieces are there already", folder.path, len(pieces) - len(left), len(pieces))
+    _require_space(model, config, left, folder.path)
     with progress.task("Converting weights", sum(model.assembler.piece_bytes(piece) for piece in left), "B") as advance:
         for piece in left:
             arrays = _assembled(model, config, piece, step, advance)
+            # Asked once more: others may have filled the disk, and running into its end is not told on one line.
+            _require_space(model, config, [piece], folder.path)
             save_piece(arrays, specs[piece], config.num_heads, folder.weights / piece)
             folder.add_finished(piece, {name: ArrayInfo.of(array) for name, array in arrays.items()})
     return {f"{piece}/{name}": info for piece in pieces for name, info in folder.finished[piece].items()}
@@ -165,9 +170,14 @@ def _write_rest(model: OpenModel, folder: Path) -> None:
         shutil.copyfile(path, folder / ORIGINAL_FOLDER / path.name)
 
 
-def _written_bytes(model: OpenModel) -> int:
-    """A little more than the weights will take on the disk."""
-    return int(model.assembler.stored_bytes() * 1.02) + (16 << 20)
+def _require_space(model: OpenModel, config: ModelConfig, pieces: Sequence[str], destination: Path) -> None:
+    """Raises CheckpointError if there is no room for these pieces, as they will be stored, and a little more."""
+    specs, needed = by_piece(param_specs(config)), _ROOM_FOR_THE_REST
+    for piece in pieces:
+        parts = {name: spec for name, spec in specs[piece].items() if "/" in name}  # of quantized weights
+        needed += sum(spec.size * np.dtype(spec.dtype).itemsize for spec in parts.values())
+        needed += model.assembler.stored_bytes(piece, {name.partition("/")[0] for name in parts})
+    require_space(destination, int(1.02 * needed), f"the converted model {destination}")
 
 
 def _is_installed(package: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,12 +92,23 @@ def _write_weights(source: Path, manifest: Manifest, family: Family, folder: Pat
             tensors: dict[str, np.ndarray] = {}
             for piece in pieces:
                 tensors |= _tensors(source, manifest, family.names, piece)
-            safetensors.numpy.save_file(tensors, folder / name, metadata={"format": "pt"})
+            _save(tensors, folder / name)
             weight_map |= dict.fromkeys(tensors, name)
             advance(sum(tensor.nbytes for tensor in tensors.values()))
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
+    """Raises OSError, as everything else that writes; the library has an error of its own, with the number in its text."""
+    try:
+        safetensors.numpy.save_file(dict(tensors), path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _files(manifest: Manifest) -> dict[str, list[str]]:

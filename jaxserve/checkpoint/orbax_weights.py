@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import errno
+import logging
+import os
+import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +45,19 @@ def save_piece(arrays: Mapping[str, np.ndarray], specs: Specs, num_heads: int, f
     layouts = {name: stored_layout(spec.shape, spec.logical_axes, num_heads) for name, spec in specs.items()}
     tree = _nested({name: array.reshape(layouts[name].shape) for name, array in arrays.items()})
     save_args = _nested({name: _save_args(layout) for name, layout in layouts.items()})
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
+    numpy_handler = _NumpyHandler()
+    handler = _handler(numpy_handler, use_compression=False)
     try:
-        with ocp.Checkpointer(handler) as checkpointer:
+        with _orbax_silent(), numpy_handler.all_written(), ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
     except OSError as error:
         raise CheckpointError(disk_message(error, folder)) from error
     except ValueError as error:  # how TensorStore reports what the file system said
-        if "No space left" in str(error) or "RESOURCE_EXHAUSTED" in str(error):
-            raise CheckpointError(disk_message(OSError(errno.ENOSPC, ""), folder)) from error
-        raise CheckpointError(f"cannot write {folder}: {error_line(error)[:300]}") from error
+        number = re.search(r"os_error_code='(\d+)'", str(error))
+        if number is None:
+            raise CheckpointError(f"cannot write {folder}: {error_line(error)[:300]}") from error
+        told = OSError(int(number[1]), os.strerror(int(number[1])))
+        raise CheckpointError(disk_message(told, folder)) from error
 
 
 def _save_args(layout: StoredLayout) -> ocp.SaveArgs:
@@ -106,7 +111,7 @@ def read_piece(folder: Path) -> dict[str, np.ndarray]:
     Raises:
         CheckpointError: if a file is missing or damaged.
     """
-    with _damage_reported(folder), ocp.Checkpointer(_reading_handler()) as checkpointer:
+    with _damage_reported(folder), ocp.Checkpointer(_handler(_NumpyHandler())) as checkpointer:
         tree = _metadata_tree(checkpointer, folder)
         restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         args = ocp.args.PyTreeRestore(restore_args=restore_args)
@@ -125,7 +130,7 @@ def _restore_piece(
         )
         for name, spec in specs.items()
     }
-    with _damage_reported(folder), ocp.Checkpointer(_reading_handler()) as checkpointer:
+    with _damage_reported(folder), ocp.Checkpointer(_handler(_NumpyHandler())) as checkpointer:
         stored = dict(_flat(_metadata_tree(checkpointer, folder)))
         _check_shapes({name: tuple(leaf.shape) for name, leaf in stored.items()}, layouts, folder)
         tree = _nested(targets)
@@ -148,7 +153,29 @@ class _EndsTogether(ocp.type_handlers.TypeHandler):
 
 
 class _NumpyHandler(_EndsTogether, ocp.type_handlers.NumpyHandler):
-    pass
+    def __init__(self) -> None:
+        super().__init__()
+        self._writes: list[Any] = []
+
+    async def serialize(
+        self, values: Sequence[np.ndarray], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """Each array in a thread of its own: several in one would not end together either."""
+        writes: list[Any] = []
+        for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(infos), strict=True):
+            writes += await super().serialize([value], [info], [arg])
+        self._writes += writes
+        return writes
+
+    @contextmanager
+    def all_written(self) -> Iterator[None]:
+        """Ends when every write has: Orbax goes on at the first that fails."""
+        try:
+            yield
+        finally:
+            for write in self._writes:
+                with suppress(Exception):  # Orbax has raised the first, and others are of the same kind
+                    write.result()
 
 
 class _ArrayHandler(_EndsTogether, ocp.type_handlers.ArrayHandler):
@@ -169,10 +196,22 @@ async def all_ended(reads: Iterable[Awaitable[Sequence[Any]]]) -> list[Any]:
     return arrays
 
 
-def _reading_handler() -> ocp.PyTreeCheckpointHandler:
-    handlers = (np.ndarray, _NumpyHandler()), (jax.Array, _ArrayHandler())
+def _handler(numpy_handler: _NumpyHandler, *, use_compression: bool = True) -> ocp.PyTreeCheckpointHandler:
+    handlers = (np.ndarray, numpy_handler), (jax.Array, _ArrayHandler())
     registry = ocp.type_handlers.create_type_handler_registry(*handlers)
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, type_handler_registry=registry)
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=use_compression, type_handler_registry=registry)
+
+
+@contextmanager
+def _orbax_silent() -> Iterator[None]:
+    """What fails in its threads Orbax logs with a traceback for each, beside raising it."""
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def element_type(spec: ParamSpec, dtype: jnp.dtype) -> jnp.dtype:

@@ -42,7 +42,12 @@ class TensorNames:
 
     def fused(self, modules: tuple[str, ...]) -> str | None:
         """The one module that holds these, where there is one."""
-        return {"q": self.qkv, "gate": self.gate_up}[modules[0]]
+        return {"q": self.qkv, "gate": self.gate_up}.get(modules[0])
+
+    def held_of(self, modules: tuple[str, ...]) -> tuple[str, ...]:
+        """The modules that hold these in a file: the one that is fused of them, or they themselves."""
+        fused = self.fused(modules)
+        return modules if fused is None else (fused,)
 
 
 HUGGING_FACE = TensorNames(

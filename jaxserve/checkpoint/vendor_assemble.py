@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,13 +70,9 @@ class VendorAssembler:
         )
         return VendorAssembler(dense, source, form, quantized, layers)
 
-    def stored_bytes(self) -> int:
-        """Of all arrays that will be given."""
-        quantized = {name for layer in self.layers for name in layer.weights}
-        dense = sum(self.dense.stored_bytes_of(name) for name in self.dense.expected if name not in quantized)
-        numbers = sum(math.prod(self.dense.expected[name]) for name in quantized) * self.form.number_bits // 8
-        scales = sum(4 * math.prod(self.source.shape(name)) for layer in self.layers for name in layer.beside)
-        return dense + numbers + scales
+    def stored_bytes(self, piece: str, without: Collection[str]) -> int:
+        """As `Assembler.stored_bytes`."""
+        return self.dense.stored_bytes(piece, without)
 
     def piece_bytes(self, piece: str) -> int:
         """Of all tensors that `piece` reads, but for scales."""

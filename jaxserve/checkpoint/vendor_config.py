@@ -76,7 +76,7 @@ def vendor_form(config: Mapping[str, Any], where: str) -> VendorForm | None:
     readers = {
         "compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8": _fbgemm_fp8, "modelopt": _modelopt,
     }  # fmt: skip
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise CheckpointError(
             f"{where}: weights quantized with quant_method={method!r} are not supported; {_SUPPORTED}"
         )

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.checkpoint.assemble import Assembler
+from jaxserve.checkpoint.assemble import WEIGHT_MODULES, Assembler
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tensor_names import TensorNames
 from jaxserve.checkpoint.tensor_source import TensorSource
 from jaxserve.checkpoint.vendor_config import VendorForm
 from jaxserve.config import ModelConfig
 
-# The modules that each weight is fused of; they share their input, and so its scale.
-_WEIGHTS = {"wqkv": ("q", "k", "v"), "wo": ("o",), "w_gate_up": ("gate", "up"), "w_down": ("down",)}
 # Ends of the names that vendors give the scale of keys; that of values has v for k.
 _KV_SCALE_ENDS = ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale")
 _PACKED_END = "_packed"
@@ -60,9 +58,8 @@ def layer_tensors(
     scales: dict[str, tuple[str, ...]] = {}
     input_scales: dict[str, tuple[str, ...]] = {}
     weights: list[str] = []
-    for weight, modules in _WEIGHTS.items():
-        fused = names.fused(modules) if len(modules) > 1 else None
-        held = modules if fused is None else (fused,)
+    for weight, modules in WEIGHT_MODULES.items():
+        held = names.held_of(modules)
         own = [names.in_layer(layer, module) for module in held]
         if not _is_quantized(own, form, where):
             continue
