@@ -23,7 +23,7 @@ from tests.engine.json_answers import check_json_answers
 from tests.engine.lean_engine import lean_engine
 from tests.engine.test_constraints import WordRule
 from tests.engine.test_engine import compilations, mixed_requests, until_idle
-from tests.tiny_engine import MODEL_CONFIG, Answer, ask, tiny_params
+from tests.tiny_engine import MODEL_CONFIG, VOCAB_SIZE, Answer, ask, tiny_params
 
 NGRAM = SpeculativeConfig("ngram", 3, prompt_lookup_max=3, prompt_lookup_min=1)
 DRAFT_MODEL = SpeculativeConfig("draft_model", 3, model="of the test")
@@ -199,12 +199,20 @@ def test_a_drafter_catches_up_on_steps_without_drafts(plain: EngineClient, confi
     draft = with_vocabulary(Model(MODEL_CONFIG, tiny_params()), 70) if config is DRAFT_MODEL else None
     with lean_engine(whole, draft, lengths=InTurns(config.method, (3,), 3, adaptive=False)) as engine:
         prompt = [3, 9, 4]
-        assert ask(engine, prompt, greedy(max_tokens=61)) == ask(plain, prompt, greedy(max_tokens=61))
-        stats = engine.stats().speculative
-        assert stats is not None
-        assert stats.num_draft_tokens > 0
-        if config is DRAFT_MODEL:  # the target itself, which is right as long as it has seen everything
-            assert stats.num_accepted_tokens == stats.num_draft_tokens
+        tokens = ask(plain, prompt, greedy(max_tokens=61))
+        # The same again, where a part of it is forced, and appended without a step for each token.
+        sets = [(token,) if 20 <= place < 30 else tuple(range(VOCAB_SIZE)) for place, token in enumerate(tokens)]
+        forced = greedy(max_tokens=61, constraint=WordRule(tuple(sets), shortest=61))
+        before = 0
+        for sampling in (greedy(max_tokens=61), forced):
+            assert ask(engine, prompt, sampling) == tokens
+            stats = engine.stats().speculative
+            assert stats is not None
+            assert stats.num_draft_tokens > before
+            if config is DRAFT_MODEL:  # the target itself, which is right as long as it has seen everything
+                assert stats.num_accepted_tokens == stats.num_draft_tokens
+            before = stats.num_draft_tokens
+        assert engine.stats().forced_tokens > 0
 
 
 @pytest.mark.long
