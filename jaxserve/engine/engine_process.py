@@ -114,7 +114,7 @@ class _Host:
             _exit(EXIT_FAILED)  # the parent is gone
 
     def _send(self, hosted: HostedEngine, sent: Snapshot) -> None:
-        """Sends outputs, events, and snapshots: after answers that have ended, and from time to time."""
+        """Sends outputs, events, and snapshots: as sequences come and go, and from time to time."""
         due = time.monotonic() + SNAPSHOT_SECONDS
         has_failed = False
         is_last = False
@@ -124,17 +124,16 @@ class _Host:
             if failure is not None and not has_failed:  # before the outputs that say so of each request
                 has_failed = True
                 self._pipe.send_bytes(encode_event(Failed(portable(failure))))
-            snapshot = None
+            snapshot = self._snapshot(hosted)
             has_ended = any(output.finish_reason is not None for output in outputs)
-            if has_ended or events or is_last or time.monotonic() >= due:
+            is_due = has_ended or bool(events) or is_last or time.monotonic() >= due
+            if is_due:
                 due = time.monotonic() + (_SETTLE_SECONDS if has_ended else SNAPSHOT_SECONDS)
-                snapshot = self._snapshot(hosted)
-                if _is_same(snapshot, sent):
-                    snapshot = None
-                else:
-                    sent = snapshot
-            if outputs or snapshot is not None:
-                self._pipe.send_bytes(encode_outputs(outputs, snapshot))
+            news = None
+            if _num_present(snapshot) != _num_present(sent) or (is_due and not _is_same(snapshot, sent)):
+                news = sent = snapshot
+            if outputs or news is not None:
+                self._pipe.send_bytes(encode_outputs(outputs, news))
             for event in events:  # with numbers that know of them
                 self._pipe.send_bytes(encode_event(event))
 
@@ -276,6 +275,10 @@ def _compile(hosted: HostedEngine, source: Any) -> Future[Constraint]:
     refused: Future[Constraint] = Future()
     refused.set_exception(RequestError("this engine takes no constraints"))
     return refused
+
+
+def _num_present(snapshot: Snapshot) -> tuple[int, int]:
+    return snapshot.stats.num_running, snapshot.stats.num_waiting
 
 
 def _is_same(one: Snapshot, other: Snapshot) -> bool:
