@@ -16,6 +16,7 @@ from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
 from jaxserve.cli.options import (
     DeviceName,
+    DisableCustomAllReduce,
     DTypeName,
     KVCacheDTypeName,
     MaxTpotMs,
@@ -30,7 +31,7 @@ from jaxserve.cli.options import (
 from jaxserve.cli.profile import kernels
 from jaxserve.cli.progress import progress_on
 from jaxserve.cli.serve_options import EngineProcessName
-from jaxserve.config import EngineProcess
+from jaxserve.config import EngineConfig, EngineProcess
 from jaxserve.device_memory import claim_device_memory
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def run(
     num_pages: Annotated[int | None, typer.Option(metavar="COUNT", help="KV pages.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of device memory to use.")] = 0.9,
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    disable_custom_all_reduce: DisableCustomAllReduce = EngineConfig.disable_custom_all_reduce,
     data_parallel_size: Annotated[int | None, typer.Option(help="Replicas of the model.")] = None,
     quantization: QuantizationName = None,
     kv_cache_dtype: KVCacheDTypeName = "auto",
@@ -138,6 +140,7 @@ def run(
                 "num_pages": num_pages,
                 "gpu_memory_utilization": gpu_memory_utilization,
                 "tensor_parallel_size": tensor_parallel_size,
+                "disable_custom_all_reduce": disable_custom_all_reduce,
                 "data_parallel_size": data_parallel_size,
                 "quantization": quantization,
                 "kv_cache_dtype": kv_cache_dtype,

@@ -54,6 +54,13 @@ KvOffloadGib = Annotated[
     float,
     typer.Option(metavar="GIB", help="Host memory for what the prefix cache has no room for; 0: none."),
 ]
+DisableCustomAllReduce = Annotated[
+    bool,
+    typer.Option(
+        "--disable-custom-all-reduce/--no-disable-custom-all-reduce",
+        help="Have NCCL make all sums over devices, and no kernel of our own those of decode steps.",
+    ),
+]
 MaxTpotMs = Annotated[
     float | None,
     typer.Option(

@@ -12,6 +12,7 @@ from jaxserve.cli.logs import configure_access_log, configure_logging
 from jaxserve.cli.options import (
     DEFAULT_MODEL,
     DeviceName,
+    DisableCustomAllReduce,
     DTypeName,
     KVCacheDTypeName,
     KvOffloadGib,
@@ -54,6 +55,7 @@ def serve(
     max_num_queued_requests: options.MaxNumQueuedRequests = _ENGINE.max_num_queued_requests,
     max_num_queued_tokens: options.MaxNumQueuedTokens = None,
     tensor_parallel_size: options.TensorParallelSize = _ENGINE.tensor_parallel_size,
+    disable_custom_all_reduce: DisableCustomAllReduce = _ENGINE.disable_custom_all_reduce,
     data_parallel_size: options.DataParallelSize = _ENGINE.data_parallel_size,
     nnodes: options.NumNodes = _ENGINE.nnodes,
     node_rank: options.NodeRank = _ENGINE.node_rank,
@@ -116,6 +118,7 @@ def serve(
             seed=seed,
             device=device,
             tensor_parallel_size=tensor_parallel_size,
+            disable_custom_all_reduce=disable_custom_all_reduce,
             data_parallel_size=data_parallel_size,
             nnodes=nnodes,
             node_rank=node_rank,

@@ -31,6 +31,7 @@ from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_pace import StepPace
 from jaxserve.engine.waiting_queue import SchedulingOrder
+from jaxserve.kernels.peer_memory import PeerLayout, PeerMemory, make_peer_memory
 from jaxserve.models.draft_head import DraftHead
 from jaxserve.models.params import LlamaParams, init_params
 from jaxserve.models.presets import preset_config
@@ -38,7 +39,7 @@ from jaxserve.models.quantize_params import quantization_for, quantize_params
 from jaxserve.models.rope import with_longest_sequence
 from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import Progress
-from jaxserve.sharding.mesh import devices_of_hosts, make_mesh
+from jaxserve.sharding.mesh import TENSOR_AXIS, devices_of_hosts, make_mesh
 from jaxserve.sharding.placement import put
 from jaxserve.speculative_config import HEAD_METHODS, SpeculativeConfig
 
@@ -216,6 +217,7 @@ def build_runner(
         program_folder=program_folder() if cluster is None else None,  # a program of several hosts cannot be kept
         offload=offload,
         drafting=drafting,
+        peers=None if config.disable_custom_all_reduce else _peer_memory(device_config, mesh, limits.max_num_seqs),
     )
     runner.warm_up(progress, compares=cluster is None)
     usable, usable_as = usable_bytes(config, mesh)
@@ -224,6 +226,15 @@ def build_runner(
     plan.check()
     logger.info("%s", plan.table())
     return BuiltRunner(runner, model_config, mesh, dtype, limits, buckets)
+
+
+def _peer_memory(model_config: ModelConfig, mesh: Mesh, max_num_seqs: int) -> PeerMemory | None:
+    """Memory that devices exchange the sums of decode steps through; None where they cannot, or have nothing to sum."""
+    devices = list(mesh.devices.flat)
+    alone = len(devices) == 1 or devices[0].platform != "gpu"
+    if alone or len(devices).bit_count() > 1 or any(device.process_index != jax.process_index() for device in devices):
+        return None
+    return make_peer_memory(mesh, TENSOR_AXIS, PeerLayout(len(devices), max_num_seqs, 4 * model_config.hidden_size))
 
 
 def build_engine(

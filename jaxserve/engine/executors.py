@@ -18,6 +18,7 @@ from jaxserve.engine.decode_state import DecodeState
 from jaxserve.engine.device_batch import Bucket, packed_size
 from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.programs import ForwardResult, ProgramFactory, without_layers
+from jaxserve.kernels.peer_memory import PeerMemory
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.params import LlamaParams
 from jaxserve.models.speculative_sampling import Drafts
@@ -66,10 +67,18 @@ class WholeForward:
     Args:
         compiled: takes the arrays that its logits and hidden states are written over behind its other arguments.
         results: the kinds of these arrays.
+        peers: what it takes for sums over devices, if anything.
     """
 
-    def __init__(self, compiled: Any, results: tuple[jax.ShapeDtypeStruct, ...], places: ResultPlaces) -> None:
+    def __init__(
+        self,
+        compiled: Any,
+        results: tuple[jax.ShapeDtypeStruct, ...],
+        places: ResultPlaces,
+        peers: tuple[PeerMemory, ...] = (),
+    ) -> None:
         self._compiled = compiled
+        self._peers = peers
         self._results = results
         self._places = places
 
@@ -77,7 +86,7 @@ class WholeForward:
         self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array, *drafts: Drafts
     ) -> ForwardResult:
         places = tuple(map(self._places.take, self._results))
-        result = self._compiled(params, cache, state, packed, drafts, places)
+        result = self._compiled(params, cache, state, packed, (*drafts, *self._peers), places)
         for array in (result.logits, result.hidden)[: len(places)]:
             self._places.keep(array)
         return result
@@ -142,6 +151,7 @@ class ForwardCompiler:
 
     Attributes:
         places: that all programs share.
+        peers: for the sums over devices of a whole pass; None: XLA makes them.
     """
 
     factory: ProgramFactory
@@ -150,18 +160,20 @@ class ForwardCompiler:
     cache: KVCache
     state: DecodeState
     places: ResultPlaces = field(default_factory=ResultPlaces)
+    peers: PeerMemory | None = None
 
     def whole(self, bucket: Bucket, num_logits: int) -> WholeForward:
         """One bucket's pass as one program."""
         forward = self.factory.forward(bucket, num_logits)
 
-        def in_place(params: Any, cache: Any, state: Any, packed: Any, drafts: Any, places: Any) -> ForwardResult:
+        def in_place(params: Any, cache: Any, state: Any, packed: Any, more: Any, places: Any) -> ForwardResult:
             del places  # given away for the results
-            return forward(params, cache, state, packed, *drafts)
+            return forward(params, cache, state, packed, *more)
 
         function = jax.jit(in_place, donate_argnums=(1, 2, 5), keep_unused=True)
         packed, *drafts = self._step(bucket)
-        result = jax.eval_shape(forward, self.params, self.cache, self.state, packed, *drafts)
+        peers = () if self.peers is None else (self.peers,)
+        result = jax.eval_shape(forward, self.params, self.cache, self.state, packed, *drafts, *peers)
         placed = replicated(self.factory.mesh)
         results = tuple(
             jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
@@ -170,10 +182,10 @@ class ForwardCompiler:
         )
         compiled = self.programs.load_or_compile(
             f"forward {bucket} {num_logits}",
-            lambda: function.lower(self.params, self.cache, self.state, packed, tuple(drafts), results),
+            lambda: function.lower(self.params, self.cache, self.state, packed, (*drafts, *peers), results),
             bucket=bucket,
         )
-        return WholeForward(compiled, results, self.places)
+        return WholeForward(compiled, results, self.places, peers)
 
     def layerwise(self, bucket: Bucket, num_logits: int) -> LayerwiseForward:
         """One bucket's begin, layer and end."""

@@ -35,6 +35,7 @@ from jaxserve.engine.programs import PROMPT_LOGPROBS_BLOCK, ProgramFactory, with
 from jaxserve.engine.schedule import DraftedTokens, SampledTokens, ScheduledBatch
 from jaxserve.engine.speculator import Drafting, Speculator
 from jaxserve.engine.token_masks import is_constrained, num_words
+from jaxserve.kernels.peer_memory import PeerMemory
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
 from jaxserve.models.logit_processors import Logprobs
 from jaxserve.models.params import LlamaParams
@@ -77,6 +78,7 @@ class ModelRunner:
         program_folder: where compiled programs are kept between starts; None: nowhere.
         drafting: what drafts tokens; None: the engine does not speculate.
         offload: host memory for pages of the KV cache; None: none is taken.
+        peers: memory that the devices of the mesh exchange their sums through; None: XLA's collectives make them.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class ModelRunner:
         program_folder: Path | None = None,
         drafting: Drafting | None = None,
         offload: OffloadSizes | None = None,
+        peers: PeerMemory | None = None,
     ) -> None:
         self._params = params
         self._sizes = sizes
@@ -100,13 +103,21 @@ class ModelRunner:
         self._replicated = replicated(mesh)
         reader = None if drafting is None else drafting.reader
         self._factory = ProgramFactory(
-            config, sizes, mesh, buckets.prefill_tokens[-1], None if reader is None else reader.tap_layers
+            config,
+            sizes,
+            mesh,
+            buckets.prefill_tokens[-1],
+            None if reader is None else reader.tap_layers,
+            has_peers=peers is not None,
         )
+        self._peers = peers
         dtype = params.final_norm.dtype, params.embedding.dtype, cache_dtype
         self._programs = ExecutableCache(
             program_folder,
             tuple(mesh.devices.flat),
-            f"{config} {sizes} {dict(mesh.shape)} {dtype}" + (f" {drafting.description}" if drafting else ""),
+            f"{config} {sizes} {dict(mesh.shape)} {dtype}"
+            + (f" {drafting.description}" if drafting else "")
+            + (f" {peers.layout}" if peers else ""),
         )
         self._speculator = None if drafting is None else Speculator(drafting, self._factory, buckets)
         self._vocab_size = config.vocab_size
@@ -382,7 +393,7 @@ class ModelRunner:
     def _compile_forward(self, bucket: Bucket) -> ForwardExecutor:
         started = time.perf_counter()
         arrays = self._params, self._cache, self._state
-        compiler = ForwardCompiler(self._factory, self._programs, *arrays, self._places)
+        compiler = ForwardCompiler(self._factory, self._programs, *arrays, self._places, self._peers)
         compile_one = compiler.layerwise if self._layerwise else compiler.whole
         executor = compile_one(bucket, self._buckets.sample_rows_for(bucket))
         logger.info("forward, %s: ready after %.1f s", bucket, time.perf_counter() - started)
