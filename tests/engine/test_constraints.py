@@ -256,6 +256,19 @@ def test_right_drafts_under_a_constraint_save_steps() -> None:
     assert steps_of(1.0) <= steps_of(None) / 3
 
 
+def test_the_host_waits_for_drafts_only_where_a_row_has_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_engine(0.9) as (engine, runner):
+        waited: list[object] = []
+        fetch = runner.fetch_drafts
+        monkeypatch.setattr(runner, "fetch_drafts", lambda logits: waited.append(logits) or fetch(logits))
+        unbound = [SamplingParams(max_tokens=20, seed=seed, ignore_eos=True) for seed in range(3)]
+        for heard in [Heard(engine, sampling) for sampling in unbound]:
+            heard.wait()
+        assert any(batch.num_drafts for batch in runner.launched) and not waited
+        Heard(engine, SamplingParams(max_tokens=20, seed=1, constraint=WordRule((ANY,) * 20, shortest=20))).wait()
+        assert waited
+
+
 def test_forced_tokens_save_steps() -> None:
     def steps_of(rule: WordRule) -> int:
         with running_engine() as (engine, _):
