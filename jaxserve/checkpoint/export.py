@@ -29,7 +29,7 @@ from jaxserve.checkpoint.manifest import (
     read_manifest,
 )
 from jaxserve.checkpoint.orbax_weights import read_piece
-from jaxserve.checkpoint.pieces import EMBEDDING_PIECE, HEAD_PIECE, piece_names
+from jaxserve.checkpoint.pieces import EMBEDDING_PIECE, HEAD_PIECE, check_arrays, piece_names
 from jaxserve.checkpoint.safetensors_source import INDEX_FILE, SINGLE_FILE
 from jaxserve.checkpoint.tensor_names import TensorNames
 from jaxserve.checkpoint.tokenizer_files import TOKENIZER_FILE, read_json, read_tokenizer
@@ -61,6 +61,7 @@ def export(source: str | Path, destination: str | Path, *, progress: Progress) -
         raise CheckpointError(f"{source} is no converted checkpoint: `jaxserve convert` makes one")
     manifest = read_manifest(source)
     check_files(source, manifest)
+    check_arrays(manifest.model_config, {name: info.shape for name, info in manifest.arrays.items()}, str(source))
     if manifest.model_config.quantization is not None and manifest.quantization == "none":
         raise CheckpointError(
             f"{source} came quantized ({manifest.model_config.quantization.name}): its tensors, which are fused and stored "

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxserve.checkpoint.manifest import ArrayInfo, check_files, is_converted, read_manifest
 from jaxserve.checkpoint.open_model import open_model
+from jaxserve.checkpoint.pieces import check_arrays
 from jaxserve.config import ModelConfig
 from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.shard_layout import ShardLayout
@@ -64,6 +65,7 @@ def inspect_checkpoint(path: Path) -> Inspection:
     if is_converted(path):
         manifest = read_manifest(path)
         check_files(path, manifest)
+        check_arrays(manifest.model_config, {name: info.shape for name, info in manifest.arrays.items()}, str(path))
         return Inspection(
             manifest.name, "converted", manifest.source, manifest.architecture, manifest.model_config, manifest.arrays
         )

@@ -36,6 +36,11 @@ class ArrayInfo:
     def nbytes(self) -> int:
         return math.prod(self.shape) * np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
 
+    def __post_init__(self) -> None:
+        if not all(isinstance(size, int) and size >= 0 for size in self.shape):
+            raise ValueError(f"shape={self.shape} must be sizes")
+        _ = self.nbytes  # raises TypeError for an unknown dtype
+
     @staticmethod
     def of(array: np.ndarray) -> ArrayInfo:
         return ArrayInfo(array.shape, array.dtype.name)
@@ -95,8 +100,12 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         arrays = {name: ArrayInfo.from_json(info) for name, info in data["arrays"].items()}
-        return Manifest(**{**data, "model_config": ModelConfig.from_json(data["model_config"]), "arrays": arrays})
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        config = ModelConfig.from_json(data["model_config"])
+        if config.num_layers > len(arrays):  # before a list of them is made: a number costs nothing
+            raise ValueError(f"num_layers={config.num_layers} of {len(arrays)} arrays")
+        files = {str(name): int(size) for name, size in data["files"].items()}
+        return Manifest(**{**data, "model_config": config, "arrays": arrays, "files": files})
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): convert the model again") from error
 
 

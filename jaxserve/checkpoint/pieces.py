@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.config import ModelConfig
-from jaxserve.models.params import LlamaParams
+from jaxserve.models.params import LlamaParams, param_specs
 from jaxserve.sharding.rules import LOGICAL_TO_MESH
 
 EMBEDDING_PIECE = "embedding"
@@ -48,6 +50,21 @@ def from_pieces(pieces: dict[str, dict[str, Any]], like: LlamaParams) -> LlamaPa
     paths, structure = jax.tree_util.tree_flatten_with_path(like)
     places = [_place(path) for path, _ in paths]
     return jax.tree.unflatten(structure, [pieces[piece][name] for piece, name in places])
+
+
+def check_arrays(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raises CheckpointError if arrays, by piece and name, are not those of a model with this config."""
+    wanted = {
+        f"{piece}/{name}": spec.shape
+        for piece, specs in by_piece(param_specs(config)).items()
+        for name, spec in specs.items()
+    }
+    for name in sorted(wanted.keys() | shapes.keys()):
+        if shapes.get(name) != wanted.get(name):
+            raise CheckpointError(
+                f"{where}: array {name!r} has shape {shapes.get(name)}, its config says {wanted.get(name)}: convert the "
+                "model again"
+            )
 
 
 def path_names(path: tuple[Any, ...]) -> list[str]:

@@ -29,6 +29,11 @@ def read_sentencepiece(path: Path, config: Mapping[str, Any] | None) -> str:
         raise CheckpointError(f"{path}: SentencePiece normalization is not supported: use a tokenizer.json")
     names = {1: "normal", 2: "unknown", 3: "control", 4: "user", 5: "unused", 6: "byte"}
     pieces = [piece.piece for piece in model.pieces]
+    unread = next(
+        (number for number, piece in enumerate(pieces) if not isinstance(piece, str)), None
+    )  # no UTF-8: bytes
+    if unread is not None:
+        raise CheckpointError(f"{path} is damaged (token {unread} is no text): fetch it again")
     bos_id = model.trainer_spec.bos_id
     adds_bos = settings.get("add_bos_token", True) and 0 <= bos_id < len(pieces)
     try:

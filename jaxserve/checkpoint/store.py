@@ -21,6 +21,7 @@ from jaxserve.checkpoint.manifest import (
 )
 from jaxserve.checkpoint.open_model import DTYPES
 from jaxserve.checkpoint.orbax_weights import element_type, restore_weights
+from jaxserve.checkpoint.pieces import check_arrays
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, param_specs
 from jaxserve.models.shard_layout import ShardLayout
@@ -63,6 +64,7 @@ def load_checkpoint(path: str | Path, dtype: str, progress: Progress, *, mesh: M
     folder = converted_folder(Path(path), progress)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
+    check_arrays(manifest.model_config, {name: info.shape for name, info in manifest.arrays.items()}, str(folder))
     if dtype == "auto":
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         dtype = "float32" if platform == "cpu" else "bfloat16"

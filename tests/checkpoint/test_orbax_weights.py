@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.export import export
+from jaxserve.checkpoint.inspection import inspect_checkpoint
 from jaxserve.checkpoint.manifest import MANIFEST_FILE, WEIGHTS_FOLDER, read_manifest
 from jaxserve.checkpoint.orbax_weights import all_ended, restore_weights
 from jaxserve.checkpoint.store import load_checkpoint
@@ -133,10 +135,14 @@ def test_sharding_that_does_not_divide_is_the_callers_mistake(folder: Path) -> N
     [
         ('"hidden_size": 64', '"hidden_size": 128', "shape"),
         ('"num_layers": 2', '"num_layers": 3', "layer_002"),
+        ('"num_layers": 2', '"num_layers": 1000000000000', "num_layers=1000000000000 of"),
         ('"num_layers": 2', '"num_layers": 1', "layer_001"),
         ('"format_version": 2', '"format_version": 99', "format_version=99"),
         ('"vocab_size"', '"vocabulary"', "vocabulary"),
         ('"name"', '"title"', "title"),
+        ('"layer_001/mlp_norm"', '"layer_001/nothing"', "'layer_001/mlp_norm' has shape None, its config says"),
+        ('"dtype": "float32"', '"dtype": "float33"', "float33"),
+        ('"files": {', '"files": [], "others": {', "damaged"),
     ],
 )
 def test_manifest_that_does_not_fit(folder: Path, tmp_path: Path, old: str, new: str, named: str) -> None:
@@ -146,6 +152,10 @@ def test_manifest_that_does_not_fit(folder: Path, tmp_path: Path, old: str, new:
     (copy / MANIFEST_FILE).write_text(text.replace(old, new))
     with pytest.raises(CheckpointError, match=named):
         load_checkpoint(copy, "float32", NoProgress())
+    for use in (inspect_checkpoint, lambda path: export(path, tmp_path / "out", progress=NoProgress())):
+        with pytest.raises(CheckpointError, match=named):
+            use(copy)
+    assert not (tmp_path / "out").exists()
 
 
 def test_unknown_dtype(folder: Path) -> None:

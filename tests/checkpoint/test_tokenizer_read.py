@@ -174,6 +174,11 @@ def test_sentencepiece_models_of_other_kinds_are_refused(tmp_path: Path, options
         from_folder(tmp_path, model.getvalue())
 
 
+def test_sentencepiece_model_with_a_token_that_is_no_text(tmp_path: Path, sentencepiece_model: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model is damaged \(token 1 is no text\)"):
+        from_folder(tmp_path, sentencepiece_model.replace(b"<s>", b"<\x9d>", 1))
+
+
 def test_damaged_sentencepiece_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.model is no SentencePiece model"):
         from_folder(tmp_path, b"\xff" * 100)

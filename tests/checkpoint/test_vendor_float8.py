@@ -131,6 +131,7 @@ TENSOR_GROUP = compressed_tensors("tensor", PER_TOKEN)["config_groups"]["group_0
         ({"quant_method": "mxfp4"}, "quant_method='mxfp4' are not supported"),
         ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' are not supported"),
         ({}, "quant_method=None are not supported"),
+        ({"quant_method": ["fp8"]}, r"quant_method=\['fp8'\] are not supported"),
         ("fp8", "must be an object"),
         (BLOCKS, r"weight_block_size=\[128, 128\] is not supported"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4' is not supported"),
