@@ -14,13 +14,14 @@ from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.device_batch import Bucket, Sizes
 from jaxserve.engine.request import Request
 from jaxserve.engine.runner import ModelRunner
-from jaxserve.engine.schedule import PrefillChunk, ScheduledBatch
+from jaxserve.engine.schedule import DecodeRow, PrefillChunk, ScheduledBatch
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine.sequence import Sequence
+from jaxserve.kernels.peer_memory import PeerLayout, make_peer_memory
 from jaxserve.models.params import param_specs
 from jaxserve.progress import NoProgress
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.sharding.mesh import make_mesh
+from jaxserve.sharding.mesh import TENSOR_AXIS, make_mesh
 from jaxserve.sharding.placement import named_shardings
 from tests.tiny_engine import MODEL_CONFIG, ask, tiny_engine, tiny_params
 
@@ -34,8 +35,9 @@ REQUESTS = [
 ]
 
 
-def whole_program_runner() -> ModelRunner:
-    mesh = make_mesh(jax.devices(), 1)
+def whole_program_runner(num_devices: int = 1, *, has_peers: bool = False) -> ModelRunner:
+    mesh = make_mesh(jax.devices(), num_devices)
+    layout = PeerLayout(2, LIMITS.max_num_seqs, 4 * MODEL_CONFIG.hidden_size)
     runner = ModelRunner(
         MODEL_CONFIG,
         jax.device_put(tiny_params(), named_shardings(param_specs(MODEL_CONFIG), mesh)),
@@ -57,6 +59,7 @@ def whole_program_runner() -> ModelRunner:
         ),
         cache_dtype=np.dtype(np.float32),  # pyright: ignore[reportArgumentType]
         layerwise=False,
+        peers=make_peer_memory(mesh, TENSOR_AXIS, layout) if has_peers else None,
     )
     runner.warm_up(NoProgress())
     return runner
@@ -133,3 +136,20 @@ def test_a_larger_program_that_is_faster_serves_the_steps_of_a_smaller_one(monke
     monkeypatch.setattr(runner_module, "fastest_programs", lambda seconds: dict.fromkeys(seconds, larger))
     assert tokens() == own
     assert used == [Bucket(0, 2, 3), larger]
+
+
+def test_sums_that_are_left_to_the_norms_give_the_same_tokens() -> None:
+    """The devices' memory reaches every program: sums that are small enough are made with the norm behind them."""
+
+    def tokens(runner: ModelRunner) -> list[list[int]]:
+        chunk = PrefillChunk(prompt_sequence(2), 0, 0, (2, 7), (0,), True, 0)
+        launched = runner.launch_sample(runner.launch_forward(ScheduledBatch(decode=(), prefill=(chunk,))))
+        rows = (DecodeRow(prompt_sequence(2), 0, -1, -1),)
+        later = runner.launch_sample(runner.launch_forward(ScheduledBatch(decode=rows, prefill=())))
+        return [runner.fetch(step).token_ids.tolist() for step in (launched, later)]
+
+    assert (
+        tokens(whole_program_runner(2, has_peers=True))
+        == tokens(whole_program_runner(2))
+        == tokens(whole_program_runner())
+    )
