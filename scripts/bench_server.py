@@ -8,8 +8,8 @@ The engine gives each request its 200 tokens without delay, so that all that is 
 detokenizing, JSON and the event stream. The client is a process of its own that only counts events; both report the
 processor time they took, which on a shared machine says more than the wall clock.
 
-With `--paced MS` the engine is the real one, over a device that takes that long for a step and holds no lock meanwhile. The time
-of a token that the client then sees is told twice: with the engine in a thread of the server's process, and in its own.
+With `--paced MS` the engine is the real one, over a device that takes that long for a step and holds no lock meanwhile. The
+time of a token that the client then sees is told twice: with the engine in a thread of the server's process, and in its own.
 """
 
 from __future__ import annotations
