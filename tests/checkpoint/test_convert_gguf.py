@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,19 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.families import Family, family_of_architecture
 from jaxserve.checkpoint.manifest import read_manifest
 from jaxserve.checkpoint.open_model import open_model
 from jaxserve.models.params import LlamaParams
 from jaxserve.progress import NoProgress
-from tests.checkpoint.files import converted, write_gguf
+from tests.checkpoint.files import converted, permuted, write_gguf
 from tests.tiny_model import TINY_CONFIG, random_weights, write_tiny_llama
 
+GOLDENS = Path(__file__).parents[1] / "goldens" / "tiny"
 DOWN0 = "model.layers.0.mlp.down_proj.weight"
 Type = gguf.GGMLQuantizationType
 
@@ -65,21 +70,105 @@ def test_quantized_blocks(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> No
     assert 0 < np.abs(read - original).max() <= step
 
 
+def scales_of_k_block(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight scales and eight offsets of six bits each, out of twelve bytes: the last four have their high bits elsewhere."""
+    low, middle, high = packed[:4], packed[4:8], packed[8:]
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)])
+    offsets = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)])
+    return scales.astype(np.float32), offsets.astype(np.float32)
+
+
+def values_of_block(block: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """The 256 numbers of one block, by the definition of the format."""
+    if kind is Type.Q6_K:
+        low, high = block[:128].reshape(2, 64), block[128:192].reshape(2, 32)
+        scales, factor = block[192:208].view(np.int8).reshape(2, 8), block[208:].view(np.float16)[0]
+        quarters = []
+        for half in range(2):
+            fours = (low[half, :32] & 15, low[half, 32:] & 15, low[half, :32] >> 4, low[half, 32:] >> 4)
+            for quarter, four in enumerate(fours):
+                numbers = (four | ((high[half] >> (2 * quarter) & 3) << 4)).astype(np.float32) - 32
+                quarters.append(numbers * np.repeat(scales[half, 2 * quarter : 2 * quarter + 2], 16))
+        return np.float32(factor) * np.concatenate(quarters)
+    factor, offset_factor = block[:4].view(np.float16).astype(np.float32)
+    scales, offsets = scales_of_k_block(block[4:16])
+    fifth, fours = (block[16:48], block[48:]) if kind is Type.Q5_K else (np.zeros(32, np.uint8), block[16:])
+    runs = []
+    for run in range(8):
+        pair = fours[32 * (run // 2) : 32 * (run // 2) + 32]
+        numbers = ((pair >> 4 if run % 2 else pair & 15) | ((fifth >> run & 1) << 4)).astype(np.float32)
+        runs.append(factor * scales[run] * numbers - offset_factor * offsets[run])
+    return np.concatenate(runs)
+
+
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K])
 def test_blocks_of_256_values(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
-    """Random quants under scales of one half: finite, and not all alike."""
+    """Random quants, under factors of one half: every row is what its block says."""
     block_size, type_size = gguf.GGML_QUANT_SIZES[kind]
-    shape = {"intermediate_size": block_size}
+    shape: dict[str, Any] = {"intermediate_size": block_size}
     blocks = np.random.default_rng(0).integers(0, 256, (64, type_size), np.uint8)
-    scale_at = (-2,) if kind is Type.Q6_K else (0, 2)
-    for start in scale_at:
-        end = None if start == -2 else start + 2
-        blocks[:, start:end] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
+    factor_at = (type_size - 2,) if kind is Type.Q6_K else (0, 2)
+    for start in factor_at:
+        blocks[:, start : start + 2] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
     path = write_gguf(tmp_path / "model.gguf", {**weights(**shape), DOWN0: blocks}, types={DOWN0: kind}, **shape)
     read = np.asarray(converted(path, tmp_path / "converted").layers[0].w_down)
     assert read.shape == (256, 64)
-    assert np.isfinite(read).all()
-    assert len(np.unique(read)) > 16
+    for row, block in enumerate(blocks):
+        np.testing.assert_allclose(read[:, row], values_of_block(block, kind), rtol=1e-6)
+
+
+def write_family(path: Path, source: Path) -> Path:
+    """A checkpoint that transformers wrote, as a GGUF of its family."""
+    config = json.loads((source / "config.json").read_text())
+    family = family_of_architecture(config["architectures"][0], "config.json")
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    prefix, head_dim = family.gguf_architecture, config.get("head_dim") or config["hidden_size"] // heads[0]
+    writer = gguf.GGUFWriter(path, prefix)
+    numbers = {
+        "block_count": config["num_hidden_layers"], "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"], "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads[0], "attention.head_count_kv": heads[1],
+        "attention.key_length": head_dim, "attention.value_length": head_dim, "rope.dimension_count": head_dim,
+        "attention.sliding_window": config.get("sliding_window") or 0,
+    }  # fmt: skip
+    for key, value in numbers.items():
+        writer.add_uint32(f"{prefix}.{key}", value)
+    writer.add_float32(f"{prefix}.rope.freq_base", config["rope_parameters"]["rope_theta"])
+    writer.add_float32(f"{prefix}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    for name, value in load_file(source / "model.safetensors").items():
+        theirs, rows = gguf_name(name, family), value
+        if family.gguf_permuted and ".attn_q." in theirs:
+            rows = permuted(value, heads[0])
+        elif family.gguf_permuted and ".attn_k." in theirs:
+            rows = permuted(value, heads[1])
+        writer.add_tensor(theirs, np.ascontiguousarray(rows))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_name(name: str, family: Family) -> str:
+    ours, theirs = family.names, family.gguf_names
+    if not name.startswith("model.layers."):
+        return next(
+            getattr(theirs, key) for key in ("embedding", "final_norm", "lm_head") if getattr(ours, key) == name
+        )
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    module, _, part = rest.rpartition(".")
+    field = next(field.name for field in dataclasses.fields(ours) if getattr(ours, field.name) == module)
+    return theirs.in_layer(int(layer), field, part)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen2_tied", "qwen3", "phi3", "phi3_sliding_window", "mistral_sliding_window"]
+)
+def test_every_family_has_the_weights_that_it_has_from_hugging_face(tmp_path: Path, name: str) -> None:
+    path = write_family(tmp_path / "model.gguf", GOLDENS / name)
+    assert_equal_params(converted(path, tmp_path / "a"), converted(GOLDENS / name, tmp_path / "b"))
+    ours, theirs = (read_manifest(tmp_path / folder).model_config for folder in "ab")
+    assert dataclasses.replace(ours, bos_token_id=1, eos_token_ids=(2,)) == theirs
 
 
 def test_quantized_rows_of_q_are_put_back_in_order(tmp_path: Path) -> None:

@@ -259,6 +259,13 @@ def test_destination_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
         convert(folder, tmp_path / "taken", progress=NoProgress())
 
 
+def test_destination_that_is_a_link_to_nothing_is_not_written_through(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"link exists: remove it"):
+        convert(folder, tmp_path / "link", progress=NoProgress())
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     assert_refused(folder, match=r"no space.*0 MB free.*free some")
@@ -274,9 +281,17 @@ def test_shard_outside_the_folder(folder: Path, name: str) -> None:
     assert_refused(folder, match="refuses the file name")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+        "chat_template.jinja", "hf_quant_config.json", "special_tokens_map.json", "added_tokens.json",
+    ],
+)  # fmt: skip
 def test_link_that_leaves_the_folder(folder: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
+    if not (folder / name).exists():
+        (folder / name).write_text("{}")
     (folder / name).rename(tmp_path / "elsewhere" / name)
     (folder / name).symlink_to(tmp_path / "elsewhere" / name)
     assert_refused(folder, match=rf"refuses {name}: it is a link")

@@ -81,6 +81,20 @@ def test_safetensors_count_where_both_are_there(
     assert not (tmp_path / "marker").exists()
 
 
+@pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth", "tokenizer.model"])
+def test_link_that_leaves_metas_folder(folder: Path, tmp_path: Path, name: str) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    write_params(folder)
+    (folder / "consolidated.00.pth").write_bytes(pickle.dumps(Marker(tmp_path / "marker")))
+    shutil.copy(TOKENIZERS / "tiktoken" / "tokenizer.model", folder)
+    (tmp_path / "elsewhere").mkdir()
+    (folder / name).rename(tmp_path / "elsewhere" / name)
+    (folder / name).symlink_to(tmp_path / "elsewhere" / name)
+    assert_refused(folder, match=rf"refuses {name}: it is a link")
+    assert not (tmp_path / "marker").exists()
+
+
 class TestWithTorch:
     """Needs the extra `torch`."""
 
