@@ -43,7 +43,8 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens add, as far as it is certain."""
-        return "".join(self._stream.push(token) for token in self._shown(token_ids))
+        push = self._stream.push
+        return "".join([push(token) for token in self._shown(token_ids)])
 
     def finish(self) -> str:
         """What was held back, now that nothing follows: U+FFFD where bytes never became a character."""
@@ -51,13 +52,9 @@ class Detokenizer:
 
     def _shown(self, token_ids: Sequence[int]) -> list[bytes | int]:
         """Each token's bytes, or its value where it is a byte-fallback token."""
-        shown: list[bytes | int] = []
-        for token_id in token_ids:
-            token = None if token_id in self._skipped else self._tokenizer.token(token_id)
-            if token is not None:
-                byte = self._tokenizer.scheme.byte_value(token)
-                shown.append(self._tokenizer.scheme.token_bytes(token) if byte is None else byte)
-        return shown
+        skipped, piece = self._skipped, self._tokenizer.piece
+        pieces = [piece(token_id) for token_id in token_ids if token_id not in skipped]
+        return [shown for shown in pieces if shown is not None]
 
     def _replay(self, prompt: Sequence[int]) -> None:
         """Bring the stream to the state at the prompt's end, reading only its first and last tokens.

@@ -49,6 +49,7 @@ class Tokenizer:
         self._literal_backends: dict[bool, tokenizers.Tokenizer] = {}
         self._literal_lock = threading.Lock()
         self._bytes_of: dict[int, bytes] = {}  # of tokens that were asked for: log probabilities name 20 for each one
+        self._pieces: dict[int, bytes | int | None] = {}  # of tokens that were generated
         self.scheme = scheme_from_decoder(json.loads(self._json).get("decoder"))
         self.bos_token = files.settings.bos_token
         self.bos_token_id = files.settings.bos_token_id
@@ -99,6 +100,21 @@ class Tokenizer:
             if 0 <= token_id < self.vocab_size:
                 self._bytes_of[token_id] = known
         return known
+
+    def piece(self, token_id: int) -> bytes | int | None:
+        """What a token brings to a growing text: its bytes, or the byte that it stands for, or nothing at all.
+
+        A single byte that a byte-fallback vocabulary spells `<0xE9>` is an int: a run of them is decoded as one.
+        """
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            token = self.token(token_id)
+            byte = None if token is None else self.scheme.byte_value(token)
+            piece = None if token is None else self.scheme.token_bytes(token) if byte is None else byte
+            if 0 <= token_id < self.vocab_size:
+                self._pieces[token_id] = piece
+            return piece
 
     def _literal_backend(self, *, continued: bool) -> tokenizers.Tokenizer:
         """A copy that makes no control tokens from text; a copy, since the switch is the object's, not the call's."""
