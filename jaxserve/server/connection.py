@@ -79,6 +79,7 @@ class _Connection(_Protocol):
         self._parsed_head_bytes = 0
         self._in_head = False
         self._body_bytes = 0
+        self._cycles: list[Any] = []  # of requests that were not wholly answered; uvicorn knows the last one only
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -91,7 +92,12 @@ class _Connection(_Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_watching()
         self._stop_awaiting()
+        self._end_answers()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self._end_answers()  # before anything more is written to a connection that closes now
+        super().eof_received()
 
     # What a client reads
 
@@ -153,6 +159,7 @@ class _Connection(_Protocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._unanswered if cycle is not self.cycle] + [self.cycle]
         self._await_body()
 
     def on_body(self, body: bytes) -> None:
@@ -199,7 +206,7 @@ class _Connection(_Protocol):
 
     def _time_out(self, part: str | None) -> None:
         if part is None or self.transport.is_closing() or (self.cycle is not None and self.cycle.response_started):
-            self.transport.close()  # nothing was begun, or it was answered already
+            self._close()  # nothing was begun, or it was answered already
             return
         message = f"the {part} of the request did not come within {self.stalled_timeout:g} s"
         self._refuse(b"408 Request Timeout", RequestTimeoutError(message, code="request_timeout"))
@@ -211,11 +218,27 @@ class _Connection(_Protocol):
         self._refuse(b"400 Bad Request", BadRequestError(msg, code="invalid_http"))
 
     def _refuse(self, status: bytes, error: ApiError) -> None:
-        """Answers what no app has seen, and closes."""
+        """Answers what no app has seen, and closes. An answer that has begun is cut short instead."""
         body = json.dumps(error.body()).encode()
         head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (status, len(body)) + body)
+        if not any(cycle.response_started for cycle in self._unanswered):
+            self.transport.write(head % (status, len(body)) + body)
+        self._close()
+
+    @property
+    def _unanswered(self) -> list[Any]:
+        cycles = self._cycles or [self.cycle]  # with h11 there is one at a time
+        return [cycle for cycle in cycles if cycle is not None and not cycle.response_complete]
+
+    def _close(self) -> None:
+        self._end_answers()
         self.transport.close()
+
+    def _end_answers(self) -> None:
+        """Whatever is still being answered learns at once that its client is gone, and writes nothing more."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
 
 def default_max_connections() -> int:

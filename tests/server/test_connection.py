@@ -16,7 +16,8 @@ import pytest
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.app import create_app
-from jaxserve.server.connection import MAX_HEAD_BYTES, SPARE_CONNECTIONS
+from jaxserve.server.connection import MAX_HEAD_BYTES, SPARE_CONNECTIONS, uvicorn_config
+from jaxserve.server.slot import ServiceSlot
 from tests.fakes import FakeEngine, endless, fake_service, say
 from tests.server.harness import assert_error, listening, until
 from tests.server.processes import ROOT
@@ -160,6 +161,58 @@ async def test_what_is_no_http_gets_an_error_object(caplog: pytest.LogCaptureFix
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def request_and_more(ending: str, is_late: bool) -> bytes:
+    """What comes back for a request with something bad behind it, at once or once the answer has begun."""
+    config = ServerConfig(access_log="none")
+    engine = FakeEngine(endless, max_model_len=100_000_000)
+    body = json.dumps(ENDLESS).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    request = head % len(body) + body
+    async with listening(create_app(fake_service(engine), config), config) as port, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        answer = await reader.readuntil(b"data: ") if is_late else b""
+        if ending == "garbage":
+            writer.write(b"\0 this is no HTTP\r\n\r\n")
+        else:
+            writer.write_eof()
+        answer += await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        await until(lambda: not engine.live)
+    return answer
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("ending", ["garbage", "end of file"])
+def test_what_ends_a_connection_ends_its_answer(ending: str, is_late: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Two answers at once would be none; and the one that is cut short is no fault of the server's."""
+    settings = uvicorn_config(create_app(ServiceSlot(), ServerConfig()), ServerConfig())
+    for _ in range(20):  # times of both sides differ
+        with asyncio.Runner(
+            loop_factory=settings.get_loop_factory()
+        ) as runner:  # the server's: its sockets are stricter
+            answer = runner.run(request_and_more(ending, is_late))
+        assert answer.count(b"HTTP/1.1") <= 1
+        assert answer.startswith(b"HTTP/1.1 200 ") or (not is_late and answer[:13] in (b"", b"HTTP/1.1 400 "))
+        assert b"[DONE]" not in answer and not answer.endswith(b"0\r\n\r\n")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_behind_a_second_request_ends_the_first(stream: bool) -> None:
+    config = ServerConfig(access_log="none")
+    engine = FakeEngine(endless, token_delay=0.001, max_model_len=100_000_000)
+    body = json.dumps({**ENDLESS, "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    async with listening(create_app(fake_service(engine), config), config) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head % len(body) + body + b"GET /health HTTP/1.1\r\n\r\n")
+        await until(lambda: bool(engine.live))
+        writer.transport.abort()
+        await until(lambda: not engine.live)
 
 
 async def test_other_protocols_are_not_offered(caplog: pytest.LogCaptureFixture) -> None:
