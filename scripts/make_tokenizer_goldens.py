@@ -7,7 +7,8 @@ The tests that read them need none of what this script needs:
 
 Each folder has a `tokenizer.model`, a `tokenizer_config.json`, and `ids.json`: for each text its ids, and what they are
 decoded to. `sentencepiece_*` is one BPE with byte fallback under several settings of the prefix space, `tiktoken` a
-byte-level vocabulary with Llama 3's special tokens.
+byte-level vocabulary with Llama 3's special tokens. Of each kind one also has `as_json`: the same tokenizer as transformers
+saves it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,14 @@ def write_ids(tokenizer: Any, texts: tuple[str, ...], path: Path) -> None:
     path.write_text(json.dumps(entries, indent=0) + "\n")
 
 
+def write_json(tokenizer: Any, folder: Path) -> None:
+    """As transformers saves it."""
+    tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():
+        if file.name not in ("tokenizer.json", "tokenizer_config.json"):
+            file.unlink()
+
+
 def make_sentencepiece() -> bytes:
     lines = [line for text in golden_texts.PROMPTS for line in text.split("\n") if line]
     model = io.BytesIO()
@@ -81,6 +90,8 @@ def make_sentencepiece_folders() -> None:
             Path(copy, "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
             tokenizer = transformers.AutoTokenizer.from_pretrained(copy)
         write_ids(tokenizer, TEXTS, folder / "ids.json")
+        if name == "sentencepiece_always":
+            write_json(tokenizer, folder / "as_json")
 
 
 def make_tiktoken_folder() -> None:
@@ -101,6 +112,7 @@ def make_tiktoken_folder() -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=converter.converted())
     texts = (*TEXTS, "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>", "<|reserved_special_token_247|>")
     write_ids(tokenizer, texts, folder / "ids.json")
+    write_json(tokenizer, folder / "as_json")
 
 
 def _byte_characters() -> dict[int, str]:

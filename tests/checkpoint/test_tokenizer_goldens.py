@@ -40,6 +40,16 @@ def test_ids_equal_transformers(name: str) -> None:
         assert tokenizer.decode(case["ids"], skip_special_tokens=False) == case["decoded"], case["text"]
 
 
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in FOLDER.glob("*/as_json")))
+def test_the_same_tokenizer_as_tokenizer_json(name: str) -> None:
+    """As transformers saved it, which puts BOS first where its own ids have it."""
+    tokenizer = tokenizer_of(FOLDER / name / "as_json")
+    cases: list[dict[str, Any]] = json.loads((FOLDER / name / "ids.json").read_text())
+    for case in cases:
+        assert tokenizer.encode(case["text"]) == case["ids"], case["text"]
+        assert tokenizer.decode(case["ids"], skip_special_tokens=False) == case["decoded"], case["text"]
+
+
 def test_special_tokens_of_llama3_follow_the_vocabulary() -> None:
     tokenizer = tokenizer_of(FOLDER / "tiktoken")
     assert tokenizer.vocab_size == 600 + 256

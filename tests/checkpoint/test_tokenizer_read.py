@@ -23,6 +23,7 @@ from tests.checkpoint.files import byte_tokenizer_metadata, write_gguf
 from tests.tiny_model import TINY_CONFIG, random_weights, write_tiny_llama
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "smollm2_tokenizer.json"
+TOKENIZERS = GOLDENS.parent / "tokenizers"
 TEXTS = [
     "", " ", "hello world", " hello", "  two  spaces ", "trailing ", "tabs\tand\nlines\n\n", "digits 12345 and 3.14",
     "é \U0001f336 한국어 unseen \x00", "hello<mark>world", "▁ itself", "aaaaaaaaaa",
@@ -143,6 +144,25 @@ def test_sentencepiece_ids_are_its_own(tmp_path: Path, sentencepiece_model: byte
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids[-1]) == (1, 2)
     assert tokenizer.token_id("<mark>") in tokenizer.encode("hello<mark>world")
     assert {"<s>", "</s>", "<unk>", "<pad>"} == set(tokenizer.special_tokens)
+
+
+def test_one_vocabulary_gives_the_same_ids_in_all_three_forms(tmp_path: Path) -> None:
+    """As `tokenizer.model`, as transformers' `tokenizer.json`, and in a GGUF.
+
+    Left out is what a GGUF keeps otherwise: the tokens of users, and the space that SentencePiece puts first, before a text
+    that begins with one too.
+    """
+    folder = TOKENIZERS / "sentencepiece_always"
+    files = [read_hf_tokenizer(folder), read_hf_tokenizer(folder / "as_json")]
+    forms = [Tokenizer(each) for each in files if each is not None]
+    forms.append(from_gguf(tmp_path, (folder / "tokenizer.model").read_bytes()))
+    assert len(forms) == 3
+    for case in json.loads((folder / "ids.json").read_text()):
+        if not any(token in case["text"] for token in ("<mark>", "<|user|>", "<s>")) and case["text"][:1] not in (
+            " ",
+            "▁",
+        ):
+            assert [form.encode(case["text"]) for form in forms] == [case["ids"]] * 3, case["text"]
 
 
 def test_tokens_beyond_a_sentencepiece_vocabulary(tmp_path: Path, sentencepiece_model: bytes) -> None:
