@@ -5,7 +5,8 @@
 An engine in this process with random weights. The schema is a list of a thousand objects, so that no answer ends early.
 "step by step" is the same without jumping over forced tokens. Rounds alternate, after one of each that does not count. The
 made-up vocabulary spells what is forced letter by letter, in longer runs than a real one: that of another model is taken
-with --tokenizer, if it is not larger.
+with --tokenizer, if it is not larger. With --speculative-config (as for `jaxserve serve`) all of them bring drafts, of
+which --acceptance keeps a share whatever the model thinks of them, but for what the schema forbids.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from jaxserve.bench.engine_run import start_engine
 from jaxserve.bench.random_tokenizer import random_tokenizer
 from jaxserve.checkpoint.source import resolve_model
+from jaxserve.cli.options import read_speculative_config
 from jaxserve.config import EngineConfig
 from jaxserve.constraint import Constraint, TokenConstraint
 from jaxserve.engine.client import EngineClient
@@ -85,12 +87,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokenizer", help="a model whose vocabulary is used")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--speculative-config", help="JSON")
+    parser.add_argument(
+        "--acceptance", type=float, help="probability that a draft is kept; left out: drafts are verified"
+    )
     options = parser.parse_args()
     config = EngineConfig(
         device=options.device,
         max_num_seqs=options.streams,
         max_model_len=options.prompt_tokens + options.output_tokens,
         enable_prefix_caching=False,
+        load_format="dummy",
+        speculative_config=read_speculative_config(options.speculative_config, options.acceptance),
     )
     engine = start_engine(options.model, config, NoProgress())
     started = time.perf_counter()
@@ -135,10 +143,17 @@ def measure(engine: EngineClient | ReplicatedEngine, constraint: Constraint | No
             times.append((now - start) / (counts[request] - start_count))
     after = engine.stats()
     milliseconds = np.array(times) * 1e3
+    drafts = ""
+    if before.speculative is not None and after.speculative is not None:
+        drafted, kept = (
+            getattr(after.speculative, name) - getattr(before.speculative, name)
+            for name in ("num_draft_tokens", "num_accepted_tokens")
+        )
+        drafts = f", {kept} of {drafted} drafts kept"
     return (
         f"TPOT {milliseconds.mean():.3f} ms, p99 {np.percentile(milliseconds, 99):.3f}; "
         f"{after.num_steps - before.num_steps} steps, {after.forced_tokens - before.forced_tokens} of "
-        f"{after.generation_tokens - before.generation_tokens} tokens forced"
+        f"{after.generation_tokens - before.generation_tokens} tokens forced{drafts}"
     )
 
 
