@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import sentencepiece
 
+from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.gguf_source import GGUFFile
 from jaxserve.checkpoint.gguf_tokenizer import read_gguf_tokenizer
-from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER
+from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, read_manifest
 from jaxserve.checkpoint.tokenizer_build import BYTE_LEVEL_RULES, byte_level_tokenizer
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings
 from jaxserve.checkpoint.tokenizer_read import read_hf_tokenizer, read_model_file
+from jaxserve.progress import NoProgress
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoint.files import byte_tokenizer_metadata, write_gguf
@@ -289,3 +291,19 @@ def test_where_the_chat_template_comes_from(tmp_path: Path, entry: Any, file: st
     files = read_hf_tokenizer(folder)
     assert files is not None
     assert files.settings.chat_template == expected
+
+
+@pytest.mark.parametrize("form", ["huggingface", "gguf"])
+def test_template_stops_and_special_tokens_travel_with_a_converted_checkpoint(tmp_path: Path, form: str) -> None:
+    if form == "huggingface":
+        source = write_tiny_llama(tmp_path / "source", chat_template="{{ messages }}")
+        (source / "generation_config.json").write_text('{"eos_token_id": [258, 256]}')
+    else:
+        metadata = {"tokenizer.ggml.eot_token_id": 256}
+        source = write_gguf(tmp_path / "model.gguf", random_weights(TINY_CONFIG, 0), metadata=metadata)
+    folder = convert(source, tmp_path / "converted", progress=NoProgress())
+    tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
+    assert tokenizer.chat_template == "{{ messages }}"
+    assert tokenizer.eos_token_ids == (258, 256) == read_manifest(folder).model_config.eos_token_ids
+    assert tokenizer.special_token_ids == {256, 257, 258}
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
