@@ -3,7 +3,8 @@
     python scripts/profile_step.py llama-3-8b --decode 1,64 --context 400 --prefill 256,128+64 --output DIR
     python scripts/profile_step.py llama-3-8b --decode 8,64 --xla-options '{}' --xla-options '{"xla_gpu_autotune_level": 4}'
 
-Each step is launched over and over without waiting, as the engine does, so that the time is the device's. The tables of
+Each step is launched over and over as the engine does, before the last one's tokens are fetched, so that the time is the
+device's as long as the host takes less. The tables of
 kernels come from a trace of a few steps; they are written to OUTPUT/kernels.txt, and the times of all steps are told last.
 Several sets of XLA options, on top of those that the engine compiles with, are compiled and measured one after the other.
 """
@@ -16,7 +17,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -31,10 +32,12 @@ import numpy as np
 from jaxserve.bench.floor import device_ceiling, step_floor_ms
 from jaxserve.bench.profile import read_events
 from jaxserve.config import EngineConfig
+from jaxserve.engine import executable_cache
 from jaxserve.engine.build import make_engine_mesh, resolve_dtype
 from jaxserve.engine.decode_state import empty_state
 from jaxserve.engine.device_batch import Bucket, Sizes, packed_size, views
-from jaxserve.engine.executable_cache import compile_options
+from jaxserve.engine.executable_cache import ExecutableCache, compile_options
+from jaxserve.engine.executors import ForwardCompiler, ForwardExecutor, ResultPlaces
 from jaxserve.engine.programs import ProgramFactory
 from jaxserve.engine.runner import zero_cache
 from jaxserve.kernels.peer_memory import PeerLayout, PeerMemory, make_peer_memory
@@ -42,7 +45,7 @@ from jaxserve.models import linear, llama
 from jaxserve.models.params import init_params, param_specs
 from jaxserve.models.presets import preset_config
 from jaxserve.sharding.mesh import TENSOR_AXIS
-from jaxserve.sharding.placement import named_shardings, replicated
+from jaxserve.sharding.placement import named_shardings, put_replicated, replicated
 
 PAGE_SIZE = 16
 PREFILL_ROWS = 16
@@ -84,6 +87,23 @@ def kernel_table(folder: str, steps: int, most: int) -> str:
     return "\n".join(lines)
 
 
+def host_table(folder: str, steps: int, most: int) -> str:
+    """What the host's threads did in a step, calls within calls counted in both."""
+    [trace] = Path(folder).rglob("*.xplane.pb")
+    times: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
+        if plane.name.startswith("/host:CPU"):
+            for line in plane.lines:
+                for event in line.events:
+                    times[event.name] += event.duration_ns / 1e3
+                    counts[event.name] += 1
+    lines = [f"{'us a step':>10}  {'a step':>7}  host"]
+    for name, total in sorted(times.items(), key=lambda item: -item[1])[:most]:
+        lines.append(f"{total / steps:10.1f}  {counts[name] / steps:7.1f}  {name[:90]}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
@@ -108,10 +128,10 @@ def main() -> None:
     dtype = resolve_dtype(EngineConfig(), mesh)
     sizes = Sizes(64, 512, options.num_pages, PAGE_SIZE)
     factory = ProgramFactory(config, sizes, mesh, 2048, has_peers=options.peer_rows > 0)
-    peers: tuple[PeerMemory, ...] = ()
+    peers: PeerMemory | None = None
     if factory.has_peers:
         layout = PeerLayout(mesh.size, options.peer_rows, 4 * config.hidden_size)
-        peers = (make_peer_memory(mesh, TENSOR_AXIS, layout),)
+        peers = make_peer_memory(mesh, TENSOR_AXIS, layout)
     started = time.perf_counter()
     bandwidth = device_ceiling(mesh.devices.flat[0]).bandwidth
     params = init_params(config, 0, dtype, named_shardings(param_specs(config), mesh))
@@ -129,25 +149,28 @@ def main() -> None:
     kernels_file.write_text("")
     times: dict[str, list[str]] = {str(bucket): [] for bucket in buckets}
     variants = options.xla_options or ["{}"]
+    uncached, places = ExecutableCache(None, tuple(mesh.devices.flat), ""), ResultPlaces()
     for variant in variants:
         more = json.loads(variant)
         with (
             use_xla(options.xla.split(",") if options.xla else [], splits=not options.no_splits),
+            mock.patch.object(
+                executable_cache, "compile_options", lambda *which, more=more: compile_options(*which) | more
+            ),
             ThreadPoolExecutor(1 if options.one_by_one else None) as pool,
         ):
-            compiling = [
-                pool.submit(compile_forward, factory, params, cache, state, peers, bucket, more) for bucket in buckets
-            ]
+            compiler = ForwardCompiler(factory, uncached, params, cache, state, places, peers)
+            compiling = [pool.submit(compile_forward, compiler, bucket) for bucket in buckets]
             programs = [future.result() for future in compiling]
         print(f"{variant}: compiled after {time.perf_counter() - started:.1f} s", flush=True)
         for bucket, forward in zip(buckets, programs, strict=True):
-            cache, milliseconds, table = measure(
+            cache, milliseconds, host, table = measure(
                 options, config, factory, sizes, mesh, dtype, params, cache, bucket, forward, bandwidth
             )
-            times[str(bucket)].append(f"{milliseconds:.2f}")
+            times[str(bucket)].append(f"{milliseconds:.2f} ({host:.2f})")
             with kernels_file.open("a") as file:
                 print(f"{bucket}, {variant}: {milliseconds:.2f} ms a step\n{table}\n", file=file)
-    print("ms a step: " + " | ".join(variants))
+    print("ms a step (of which the host launches): " + " | ".join(variants))
     for name, values in times.items():
         print(f"{name}: {' '.join(values)}")
 
@@ -166,28 +189,11 @@ def use_xla(ops: list[str], *, splits: bool) -> Iterator[None]:
         yield
 
 
-def compile_forward(
-    factory: ProgramFactory,
-    params: Any,
-    cache: Any,
-    state: Any,
-    peers: tuple[PeerMemory, ...],
-    bucket: Bucket,
-    more: dict[str, Any],
-) -> Callable[..., Any]:
-    packed = jax.ShapeDtypeStruct((packed_size(bucket, factory.sizes),), jnp.int32, sharding=replicated(factory.mesh))
+def compile_forward(compiler: ForwardCompiler, bucket: Bucket) -> ForwardExecutor:
     started = time.perf_counter()
-    lowered = jax.jit(factory.forward(bucket, max(8, bucket.rows)), donate_argnums=(1, 2)).lower(
-        params, cache, state, packed, *peers
-    )
-    traced = time.perf_counter()
-    platform = factory.mesh.devices.flat[0].platform
-    compiled = lowered.compile(compiler_options=compile_options(platform, bucket) | more)
-    print(
-        f"{bucket}: traced {traced - started:.1f} s, compiled {time.perf_counter() - traced:.1f} s beside the others",
-        flush=True,
-    )
-    return lambda *arguments: compiled(*arguments, *peers)
+    forward = compiler.whole(bucket, max(8, bucket.rows))
+    print(f"{bucket}: ready after {time.perf_counter() - started:.1f} s", flush=True)
+    return forward
 
 
 def measure(
@@ -202,8 +208,8 @@ def measure(
     bucket: Bucket,
     forward: Any,
     bandwidth: float,
-) -> tuple[Any, float, str]:
-    """The cache, milliseconds of a step, and the table of its kernels."""
+) -> tuple[Any, float, float, str]:
+    """The cache, milliseconds of a step, those of them in which the host launched it, and the table of its kernels."""
     place = replicated(mesh)
     pages_per_row = -(-(options.context + 64) // PAGE_SIZE)
     table = (np.arange(64)[:, None] * pages_per_row + np.arange(sizes.pages_per_seq)[None]) % sizes.num_pages
@@ -213,24 +219,36 @@ def measure(
         page_table=jnp.asarray(table, jnp.int32),
     )
     state = jax.device_put(state, place)
-    packed = jax.device_put(packed_step(bucket, sizes, options.context), place)
+    packed = packed_step(bucket, sizes, options.context)
     sample = jax.jit(factory.sample("greedy"), donate_argnums=(0,))
+    launching = 0.0
 
     def steps(count: int, cache: Any, state: Any, *, is_first: bool = False) -> tuple[Any, Any]:
+        """As the engine has it: a step is launched before the tokens of the last one are fetched."""
+        nonlocal launching
+        before = None
         for _ in range(count):
-            result = forward(params, cache, state, packed)
+            began = time.perf_counter()
+            result = forward(params, cache, state, put_replicated(packed, place))
             if is_first:  # nothing else is loaded while a kernel may wait for another device
                 jax.block_until_ready(result)
             cache, (state, tokens) = result.cache, sample(result.state, result.logits, result.slots)
-        jax.block_until_ready(tokens)
+            tokens.copy_to_host_async()
+            launching += time.perf_counter() - began
+            if before is not None:
+                np.asarray(before)
+            before = tokens
+        jax.block_until_ready(before)
         return cache, state
 
     cache, state = steps(3, cache, state, is_first=True)
     times = []
+    launching = 0.0
     for _ in range(3):
         began = time.perf_counter()
         cache, state = steps(options.rounds // 3, cache, state)
         times.append((time.perf_counter() - began) / (options.rounds // 3) * 1e3)
+    host = launching / (3 * (options.rounds // 3)) * 1e3
     floor = step_floor_ms(
         config,
         dtype,
@@ -240,14 +258,14 @@ def measure(
         num_devices=mesh.size,
         bandwidth=bandwidth,
     )
-    print(f"{bucket}: {min(times):.2f} ms a step (floor {floor or 0:.2f})", flush=True)
+    print(f"{bucket}: {min(times):.2f} ms a step (floor {floor or 0:.2f}), {host:.2f} of the host", flush=True)
     table = ""
     if options.kernels:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 cache, state = steps(4, cache, state)
-            table = kernel_table(folder, 4, options.kernels)
-    return cache, min(times), table
+            table = kernel_table(folder, 4, options.kernels) + "\n" + host_table(folder, 4, options.kernels)
+    return cache, min(times), host, table
 
 
 if __name__ == "__main__":
