@@ -23,13 +23,14 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.request import EngineStoppedError, FinishReason, QueueFullError, RequestError, TokenLogprobs
 from jaxserve.loop_thread import LoopThread
 from jaxserve.progress import NoProgress, Progress
+from jaxserve.protocol.chunk_stream import ChunkStream
 from jaxserve.protocol.engine_protocol import Stats
 from jaxserve.protocol.errors import BadRequestError, from_engine_error, from_error_output
 from jaxserve.protocol.launch import launch
 from jaxserve.protocol.parsed import class_of, with_parsed, with_schema
 from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
 from jaxserve.protocol.responses import ChatCompletion, ChatCompletionChunk, Completion
-from jaxserve.protocol.service import ChunkStream, OpenAIService
+from jaxserve.protocol.service import OpenAIService
 from jaxserve.sampling_params import SamplingParams
 
 ChunkT = TypeVar("ChunkT")

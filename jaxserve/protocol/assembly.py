@@ -27,6 +27,7 @@ from jaxserve.protocol.responses import (
     TextFinishReason,
     Usage,
 )
+from jaxserve.protocol.text_chunks import TextChunks, WrittenChunk
 from jaxserve.protocol.tool_assembly import call_deltas, chat_message
 from jaxserve.protocol.tools import ToolUse
 
@@ -55,6 +56,7 @@ class Answer:
         prompt_logprobs: writes those of the prompts, beside the choices; not streamed.
         tool_use: how calls of tools are found in the choices; None: their text is told as it is. Chat only.
         usage: none; "last": one chunk at the end; "always": in every chunk as well. Streams only.
+        is_sent: it is made for its JSON alone, so chunks that only bring text may be written at once.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Answer:
     prompt_logprobs: LogprobWriter | None = None
     tool_use: ToolUse | None = None
     usage: UsageMode = "none"
+    is_sent: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def total_usage(self) -> Usage:
@@ -165,7 +168,7 @@ async def completion(answer: Answer) -> Completion:
     return _completion(answer, choices, usage=answer.total_usage())
 
 
-async def chat_completion_chunks(answer: Answer) -> AsyncGenerator[ChatCompletionChunk]:
+async def chat_completion_chunks(answer: Answer) -> AsyncGenerator[ChatCompletionChunk | WrittenChunk]:
     """For each index: its role, its text, its finish reason; then the usage, if it was asked for.
 
     Nothing is yielded before the engine's first token, so that a failure until then is still an HTTP error.
@@ -173,6 +176,7 @@ async def chat_completion_chunks(answer: Answer) -> AsyncGenerator[ChatCompletio
     opened = False
     use = answer.tool_use
     finders = [use.find_calls() for _ in range(answer.choices_per_prompt)] if use else []
+    plain = _plain(answer, lambda index, text: _chat_chunk(answer, index, ChoiceDelta(content=text)))
     async with aclosing(merged_deltas(answer.generations)) as deltas:
         async for delta in deltas:
             if not opened:
@@ -186,7 +190,9 @@ async def chat_completion_chunks(answer: Answer) -> AsyncGenerator[ChatCompletio
                 found = finder.push(delta.text, is_last=delta.finish_reason is not None)
                 text, calls = found.content, found.calls
                 reason = None if delta.finish_reason is None else finder.finish_reason(delta.finish_reason)
-            if text or logprobs:
+            if plain is not None and text and not logprobs:
+                yield plain.chunk(delta.index, text)
+            elif text or logprobs:
                 yield _chat_chunk(answer, delta.index, ChoiceDelta(content=text), logprobs=logprobs)
             for part in call_deltas(calls):
                 yield _chat_chunk(answer, delta.index, ChoiceDelta(tool_calls=[part]))
@@ -196,11 +202,12 @@ async def chat_completion_chunks(answer: Answer) -> AsyncGenerator[ChatCompletio
         yield _new_chat_chunk(answer, [], usage=answer.total_usage())
 
 
-async def completion_chunks(answer: Answer) -> AsyncGenerator[Completion]:
+async def completion_chunks(answer: Answer) -> AsyncGenerator[Completion | WrittenChunk]:
     """For each index: its text, its finish reason; then the usage, if it was asked for."""
     opened: set[int] = set()
     echoed: dict[int, Sequence[PlacedLogprobs]] = {}
     writer = answer.logprobs
+    plain = _plain(answer, lambda index, text: _completion_chunk(answer, index, text))
     async with aclosing(merged_deltas(answer.generations)) as deltas:
         async for delta in deltas:
             text, tokens = delta.text, delta.logprobs
@@ -211,12 +218,22 @@ async def completion_chunks(answer: Answer) -> AsyncGenerator[Completion]:
                     echoed[prompt] = await _echoed(answer, prompt)
                 text, tokens = _echo_text(answer, prompt) + text, (*echoed[prompt], *tokens)
             logprobs = writer.completion(tokens) if writer and tokens else None
-            if text or logprobs:
+            if plain is not None and text and not logprobs:
+                yield plain.chunk(delta.index, text)
+            elif text or logprobs:
                 yield _completion_chunk(answer, delta.index, text, logprobs=logprobs)
             if delta.finish_reason is not None:
                 yield _completion_chunk(answer, delta.index, "", delta.finish_reason)
     if answer.usage != "none":
         yield _completion(answer, [], usage=answer.total_usage())
+
+
+def _plain(answer: Answer, make: Callable[[int, str], ChatCompletionChunk | Completion]) -> TextChunks | None:
+    """What writes chunks that only bring text; None: there are none that do, or they are wanted as objects.
+
+    Echoes may be long, and so are written as such chunks are.
+    """
+    return TextChunks(make) if answer.is_sent and answer.usage != "always" and not answer.echoes else None
 
 
 async def _written(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, Literal, TypeVar
+from typing import Literal, TypeVar, overload
 
 from jaxserve.config import ToolCallFormat
 from jaxserve.constraint import Constraint
@@ -15,6 +15,7 @@ from jaxserve.protocol import assembly, responses_api_assembly
 from jaxserve.protocol.answer_rules import AnswerRules
 from jaxserve.protocol.assembly import Answer, Echo
 from jaxserve.protocol.choice_text import ChoiceText
+from jaxserve.protocol.chunk_stream import ChunkStream
 from jaxserve.protocol.engine_protocol import Engine, TokenStream
 from jaxserve.protocol.errors import ApiError, BadRequestError, NotFoundError, from_engine_error
 from jaxserve.protocol.generation import TextGeneration
@@ -39,6 +40,7 @@ from jaxserve.protocol.responses import (
 from jaxserve.protocol.responses_api_objects import ResponseEvent, ResponseObject
 from jaxserve.protocol.responses_api_requests import ResponsesRequest
 from jaxserve.protocol.responses_api_tools import own_names
+from jaxserve.protocol.text_chunks import WrittenChunk
 from jaxserve.protocol.tokenize_requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from jaxserve.protocol.tools import ToolUse
 from jaxserve.sampling_params import SamplingParams
@@ -46,35 +48,9 @@ from jaxserve.structured.compiler import Compiler
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
-ChunkT = TypeVar("ChunkT")
 ResultT = TypeVar("ResultT")
 
 TEXT_THREADS = 2  # render templates and tokenize prompts
-
-
-class ChunkStream(Generic[ChunkT]):
-    """Chunks of one streamed answer. Close it (or run it to its end): that ends what still runs in the engine.
-
-    A class and not a bare generator, since closing a generator that was never started would free nothing.
-
-    Attributes:
-        may_be_long: a chunk may hold more than text that was just generated.
-    """
-
-    def __init__(self, answer: Answer, chunks: AsyncGenerator[ChunkT]) -> None:
-        self.may_be_long = bool(answer.logprobs or answer.echoes or answer.id.startswith("resp_"))
-        self._answer = answer
-        self._chunks = chunks
-
-    def __aiter__(self) -> AsyncIterator[ChunkT]:
-        return self
-
-    async def __anext__(self) -> ChunkT:
-        return await self._chunks.__anext__()
-
-    async def aclose(self) -> None:
-        await self._chunks.aclose()
-        await self._answer.aclose()
 
 
 MAX_LOGPROBS_HELD = 4_000_000  # log probabilities that one response may hold before any of it is sent
@@ -83,7 +59,8 @@ MAX_LOGPROBS_HELD = 4_000_000  # log probabilities that one response may hold be
 class OpenAIService:
     """Serves one model. All calls are made on one event loop.
 
-    With `lazy`, long lists of log probabilities in answers are `LazyList`s, for `json_pieces` to write.
+    With `lazy`, answers are made for their JSON: long lists of log probabilities are `LazyList`s, for `json_pieces` to
+    write, and chunks that only bring text are JSON already.
 
     The calls raise `ApiError`s: for what a client did wrong before anything was queued, for a full queue or a stopped
     engine, and for an engine that failed on the way.
@@ -124,9 +101,17 @@ class OpenAIService:
         """The whole answer to a conversation. Cancelling the call ends the work."""
         return await assembly.chat_completion(await self._chat_answer(request, observer, lazy))
 
+    @overload
+    async def chat_completion_stream(
+        self, request: ChatCompletionRequest, observer: RequestObserver | None = None, *, lazy: Literal[False] = False
+    ) -> ChunkStream[ChatCompletionChunk]: ...
+    @overload
+    async def chat_completion_stream(
+        self, request: ChatCompletionRequest, observer: RequestObserver | None = None, *, lazy: Literal[True]
+    ) -> ChunkStream[ChatCompletionChunk | WrittenChunk]: ...
     async def chat_completion_stream(
         self, request: ChatCompletionRequest, observer: RequestObserver | None = None, *, lazy: bool = False
-    ) -> ChunkStream[ChatCompletionChunk]:
+    ) -> ChunkStream[ChatCompletionChunk | WrittenChunk]:
         """The answer chunk by chunk; it is queued when this returns, so refusals are raised here."""
         answer = await self._chat_answer(request, observer, lazy)
         return ChunkStream(answer, assembly.chat_completion_chunks(answer))
@@ -137,9 +122,17 @@ class OpenAIService:
         """The whole continuation of every prompt. Cancelling the call ends the work."""
         return await assembly.completion(await self._completion_answer(request, observer, lazy))
 
+    @overload
+    async def completion_stream(
+        self, request: CompletionRequest, observer: RequestObserver | None = None, *, lazy: Literal[False] = False
+    ) -> ChunkStream[Completion]: ...
+    @overload
+    async def completion_stream(
+        self, request: CompletionRequest, observer: RequestObserver | None = None, *, lazy: Literal[True]
+    ) -> ChunkStream[Completion | WrittenChunk]: ...
     async def completion_stream(
         self, request: CompletionRequest, observer: RequestObserver | None = None, *, lazy: bool = False
-    ) -> ChunkStream[Completion]:
+    ) -> ChunkStream[Completion | WrittenChunk]:
         """The continuations chunk by chunk; they are queued when this returns, so refusals are raised here."""
         answer = await self._completion_answer(request, observer, lazy)
         return ChunkStream(answer, assembly.completion_chunks(answer))
@@ -312,6 +305,7 @@ class OpenAIService:
             prompt_logprobs=self._writer(request.prompt_logprobs, lazy),
             tool_use=tool_use,
             usage=_usage(request),
+            is_sent=lazy,
         )
 
     def _writer(self, num_top: int | None, lazy: bool) -> LogprobWriter | None:

@@ -18,12 +18,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.config import ServerConfig
+from jaxserve.protocol.chunk_stream import ChunkStream
 from jaxserve.protocol.observer import RequestObserver
 from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
 from jaxserve.protocol.requests import ChatCompletionRequest, CompletionRequest
 from jaxserve.protocol.responses import ResponseModel
 from jaxserve.protocol.responses_api_requests import ResponsesRequest, parse_responses_request
-from jaxserve.protocol.service import ChunkStream, OpenAIService
+from jaxserve.protocol.service import OpenAIService
 from jaxserve.protocol.tokenize_requests import parse_detokenize_request, parse_tokenize_request
 from jaxserve.server.access_log import AccessLogMiddleware
 from jaxserve.server.body import parse_body, read_body

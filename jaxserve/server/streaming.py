@@ -19,11 +19,12 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.protocol.chunk_stream import ChunkStream
 from jaxserve.protocol.errors import ApiError
 from jaxserve.protocol.long_answers import is_long
 from jaxserve.protocol.responses import ChatCompletionChunk, Completion
 from jaxserve.protocol.responses_api_objects import ResponseEvent
-from jaxserve.protocol.service import ChunkStream
+from jaxserve.protocol.text_chunks import WrittenChunk
 from jaxserve.server.disconnect import until_disconnected
 from jaxserve.server.errors import ClientDisconnectedError, internal_error
 from jaxserve.server.long_json import pieces_in_thread
@@ -43,7 +44,7 @@ class EventStreamResponse(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: ChunkStream[ChatCompletionChunk] | ChunkStream[Completion] | ChunkStream[ResponseEvent]
+        self, chunks: ChunkStream[ChatCompletionChunk | Completion | WrittenChunk] | ChunkStream[ResponseEvent]
     ) -> None:
         self._chunks = chunks
         self.status_code = 200
@@ -78,7 +79,12 @@ class EventStreamResponse(Response):
             last = _error_event(error, scope["state"]["request_id"])
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _send_event(self, send: Send, chunk: ChatCompletionChunk | Completion | ResponseEvent) -> None:
+    async def _send_event(
+        self, send: Send, chunk: ChatCompletionChunk | Completion | WrittenChunk | ResponseEvent
+    ) -> None:
+        if isinstance(chunk, WrittenChunk):
+            await _send_part(send, b"data: %b\n\n" % chunk.json.encode("utf-8"))
+            return
         head = b"event: %b\ndata: " % chunk.type.encode("ascii") if isinstance(chunk, ResponseEvent) else b"data: "
         if not (self._chunks.may_be_long and is_long(chunk)):
             await _send_part(send, b"%b%b\n\n" % (head, chunk.to_json().encode("utf-8")))
