@@ -27,6 +27,8 @@ class EagleNames:
     embedding_norm: str | None = None
     final_norm: str | None = None
     lm_head: str | None = None
+    input_norm: str | None = None
+    input_norms: str | None = None  # one for each hidden state that it takes in, counted from 0
     draft_ids: str | None = None  # of each token of the head, how far the model's id is from its own
     ignored: tuple[str, ...] = HUGGING_FACE.ignored
 
@@ -49,6 +51,8 @@ EAGLE3 = dataclasses.replace(
     embedding_norm="input_layernorm",
     final_norm="norm.weight",
     lm_head="lm_head.weight",
+    input_norm="input_norm.weight",
+    input_norms="fc_norm.{number}.weight",
     draft_ids="d2t",
     ignored=(*EAGLE.ignored, "t2d"),
 )

@@ -31,6 +31,7 @@ from jaxserve.models.params import LayerParams
 
 HeadMethod = Literal["eagle", "eagle3", "medusa"]
 
+_GROUPED = ("norm_before_fc", "fc_norm", "norm_output")
 _SHALLOWEST = 4  # layers of a model that EAGLE-3's defaults make sense for
 
 
@@ -44,12 +45,22 @@ def load_draft_head(folder: Path, method: HeadMethod, target: ModelConfig) -> Dr
     Raises:
         CheckpointError: it is incomplete, damaged, of another kind, or of another model.
     """
-    config = read_json(checked_file(folder, "config.json"))
+    config = _flat(read_json(checked_file(folder, "config.json")))
     if method == "medusa":
         with _medusa_source(folder) as source:
             return _medusa(_Tensors(source, str(folder)), config, target)
     with _weights(folder) as source:
         return _eagle(_Tensors(source, str(folder)), config, target, 1 if method == "eagle" else 3)
+
+
+def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config whose layer is described apart, and whose other keys may be in a group, as one that has all at the top."""
+    layer, group = config.get("transformer_layer_config"), config.get("eagle_config")
+    if isinstance(layer, Mapping):
+        config = {"norm_before_residual": True, **config, **layer}
+    if isinstance(group, Mapping):
+        config = {**{key: group[key] for key in _GROUPED if key in group}, **config}
+    return config
 
 
 def _weights(folder: Path) -> SafetensorsSource | BinSource:
@@ -112,6 +123,7 @@ def _eagle(tensors: _Tensors, config: Mapping[str, Any], target: ModelConfig, ve
         final_norm=reader.vector(names.final_norm, layer.hidden_size),
         lm_head=None,
         token_ids=None,
+        input_norm=reader.input_norm(),
     )
     if eagle.draft_vocab_size is not None and names.lm_head is not None:
         lm_head = reader.matrix(names.lm_head, eagle.draft_vocab_size, layer.hidden_size)
@@ -141,6 +153,16 @@ class _EagleReader:
 
     def layer_norm(self, name: str | None) -> np.ndarray | None:
         return None if name is None else self._read(f"{self._layer}{name}.weight", (self._config.layer.hidden_size,))
+
+    def input_norm(self) -> np.ndarray | None:
+        names, config = self._names, self._config
+        if config.input_norm == "together" and names.input_norm is not None:
+            return self.read(names.input_norm, (config.num_inputs,))
+        if config.input_norm == "each" and names.input_norms is not None:
+            numbers = range(len(config.tap_layers))
+            parts = [self.read(names.input_norms.format(number=each), (config.target_hidden_size,)) for each in numbers]
+            return np.concatenate(parts)
+        return None
 
     def token_ids(self) -> np.ndarray:
         """The model's id of each of the head's tokens; without a table they are the same."""
@@ -251,20 +273,31 @@ def _eagle_config(
             has_embedding=prefix + names.embedding in present,
             has_bias=names.fc_bias is not None and prefix + names.fc_bias in present,
             norms_residual=bool(config.get("norm_before_residual", False)),
+            input_norm=_input_norm(config, where) if version == 3 else None,
+            norms_output=version == 3 and bool(config.get("norm_output", False)),
         )
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from error
 
 
+def _input_norm(config: Mapping[str, Any], where: str) -> Literal["together", "each"] | None:
+    together, each = bool(config.get("norm_before_fc", False)), bool(config.get("fc_norm", False))
+    if together and each:
+        raise CheckpointError(f"{where}: norm_before_fc and fc_norm exclude each other")
+    return "together" if together else "each" if each else None
+
+
 def _tap_layers(config: Mapping[str, Any], target: ModelConfig, where: str) -> tuple[int, ...]:
-    """Layers of the model whose inputs the head was trained on."""
-    told = config.get("eagle_aux_hidden_state_layer_ids")
-    nested = config.get("eagle_config")
-    if told is None and isinstance(nested, Mapping) and "eagle_aux_hidden_state_layer_ids" in nested:
-        outputs = nested["eagle_aux_hidden_state_layer_ids"]  # named by the layers that give them
-        told = (
-            [each + 1 if isinstance(each, int) else each for each in outputs] if isinstance(outputs, list) else outputs
-        )
+    """Layers of the model whose inputs the head was trained on.
+
+    Ids are of the layers that the hidden states go into (0: they are the embedding). In a group `eagle_config` they may be
+    of the layers that they come out of, which the first id tells: such lists begin with 1, others with 2 or more.
+    """
+    told, group = config.get("eagle_aux_hidden_state_layer_ids"), config.get("eagle_config")
+    if told is None and isinstance(group, Mapping):
+        told = group.get("eagle_aux_hidden_state_layer_ids")
+        if isinstance(told, list) and told and told[0] == 1:
+            told = [each + 1 if isinstance(each, int) else each for each in told]
     default = default_tap_layers(target.num_layers)
     if told is None and target.num_layers < _SHALLOWEST:
         raise CheckpointError(
@@ -272,8 +305,10 @@ def _tap_layers(config: Mapping[str, Any], target: ModelConfig, where: str) -> t
             "others as eagle_aux_hidden_state_layer_ids"
         )
     layers = default if told is None else told
-    if not isinstance(layers, (list, tuple)) or not all(
-        isinstance(each, int) and 0 <= each <= target.num_layers for each in layers
+    if (
+        not isinstance(layers, (list, tuple))
+        or not layers
+        or not all(isinstance(each, int) and 0 <= each <= target.num_layers for each in layers)
     ):
         raise CheckpointError(
             f"{where}: eagle_aux_hidden_state_layer_ids={told!r} must be layers from 0 to {target.num_layers}"

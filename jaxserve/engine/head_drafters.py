@@ -145,7 +145,8 @@ class EagleDrafter:
     def observe(self, params: HeadArrays, memory: EagleMemory, step: DraftStep, seen: Seen) -> EagleMemory:
         """See `HeadDrafter`."""
         batch = _pairs(step, seen)
-        hidden, cache = self._forward(params, memory.cache, batch, take_in(params.head, seen.features))
+        hidden = take_in(params.head, seen.features, config=self.config)
+        hidden, cache = self._forward(params, memory.cache, batch, hidden)
         return EagleMemory(cache=cache, hidden=_keep_last(memory.hidden, hidden, step, seen))
 
     def _forward(self, params: HeadArrays, cache: KVCache, batch: Batch, hidden: Array) -> tuple[Array, KVCache]:

@@ -3,7 +3,8 @@
 EAGLE (Li et al., 2024, https://arxiv.org/abs/2401.15077) guesses the next hidden state of the model, after its final norm,
 from this one and from the embedding of the token that was drawn of it, and leaves the scores to the model's own head.
 EAGLE-3 (Li et al., 2025, https://arxiv.org/abs/2503.01840) takes in hidden states of three depths of the model and has a
-head of its own, perhaps over the commoner tokens alone.
+head of its own, perhaps over the commoner tokens alone. What is called EAGLE-3.1 (2026,
+https://arxiv.org/abs/2605.09992) norms the hidden states that it takes in, and those that it goes on with.
 
 A *pair* is a hidden state of place p and the token of place p + 1. Its keys and values lie at place p, in pages with the
 numbers of the model's own, so that the same page table serves both.
@@ -46,6 +47,9 @@ class EagleConfig:
         has_embedding: it has an embedding of its own; otherwise the model's serves.
         has_bias: of the product that takes the hidden states in.
         norms_residual: the hidden state is normed before it begins the residual stream, not beside it (EAGLE-3).
+        input_norm: how the model's hidden states are normed before `fc`: all of a token's as one vector, or each by itself;
+            None: they are not.
+        norms_output: the next pair takes in the hidden state after the final norm, not before it.
 
     Raises:
         ValueError: sizes that do not go together.
@@ -59,6 +63,8 @@ class EagleConfig:
     has_embedding: bool = False
     has_bias: bool = False
     norms_residual: bool = False
+    input_norm: Literal["together", "each"] | None = None
+    norms_output: bool = False
 
     def __post_init__(self) -> None:
         if self.layer.num_layers != 1 or self.layer.quantization is not None:
@@ -68,6 +74,8 @@ class EagleConfig:
                 f"version={self.version} with tap_layers={self.tap_layers}, draft_vocab_size={self.draft_vocab_size}: "
                 "EAGLE-3 has both, EAGLE neither"
             )
+        if self.version == 1 and (self.input_norm is not None or self.norms_output):
+            raise ValueError(f"input_norm={self.input_norm!r}, norms_output={self.norms_output}: EAGLE has neither")
         shares = self.version == 1 or not self.has_embedding
         if shares and self.layer.hidden_size != self.target_hidden_size:
             raise ValueError(
@@ -98,6 +106,7 @@ class EagleParams:
     final_norm: Any  # [hidden] or None
     lm_head: Any  # [hidden, draft_vocab] or None
     token_ids: Any  # [draft_vocab] int32, the model's id of each token that the head has; or None
+    input_norm: Any = None  # [inputs] or None
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, ...]:
@@ -127,14 +136,23 @@ def eagle_specs(config: EagleConfig) -> EagleParams:
         final_norm=norm if config.version == 3 else None,
         lm_head=None if drafts is None else ParamSpec((hidden, drafts), ("hidden", "vocab"), hidden**-0.5),
         token_ids=None if drafts is None else ParamSpec((drafts,), ("draft_vocab",), 0.0, dtype="int32"),
+        input_norm=None if config.input_norm is None else ParamSpec((config.num_inputs,), ("inputs",), None),
     )
 
 
-def take_in(params: EagleParams, features: Float[Array, "tokens features"]) -> Float[Array, "tokens hidden"]:
+def take_in(
+    params: EagleParams, features: Float[Array, "tokens features"], *, config: EagleConfig
+) -> Float[Array, "tokens hidden"]:
     """The hidden states of the head's first pairs, from the model's: EAGLE takes them as they are."""
     if params.embedding_norm is None:
         return features
     with jax.named_scope("eagle_fc"):
+        if config.input_norm is not None:
+            vectors = len(config.tap_layers) if config.input_norm == "each" else 1
+            parts = features.reshape(-1, vectors, features.shape[1] // vectors)
+            weights = params.input_norm.reshape(vectors, -1)
+            normed = [rms_norm(parts[:, part], weights[part], config.layer.rms_norm_eps) for part in range(vectors)]
+            features = jnp.concatenate(normed, axis=1)
         return column_parallel(features, params.fc, params.fc_bias)
 
 
@@ -179,7 +197,8 @@ def eagle_forward(
         config=config.layer,
         collectives=collectives,
     )
-    return llama.stream_sum(stream), cache
+    guess = llama.stream_sum(stream)
+    return (_final_norm(params, guess, config) if config.norms_output else guess), cache
 
 
 def eagle_logits(
@@ -195,7 +214,13 @@ def eagle_logits(
     if params.lm_head is None:
         return llama.logits(target, hidden, collectives=collectives)[:, :vocab_size]
     with jax.named_scope("eagle_lm_head"):
-        _, normed = add_rms_norm(hidden, jnp.zeros_like(hidden), params.final_norm, config.layer.rms_norm_eps)
+        normed = hidden if config.norms_output else _final_norm(params, hidden, config)
         scores = collectives.all_gather_last(head_scores(normed, params.lm_head))
         everything = jnp.full((hidden.shape[0], vocab_size), -jnp.inf, jnp.float32)
         return everything.at[:, params.token_ids].set(scores)
+
+
+def _final_norm(
+    params: EagleParams, hidden: Float[Array, "rows hidden"], config: EagleConfig
+) -> Float[Array, "rows hidden"]:
+    return add_rms_norm(hidden, jnp.zeros_like(hidden), params.final_norm, config.layer.rms_norm_eps)[1]

@@ -56,6 +56,8 @@ def eagle_tensors(params: EagleParams, layer: str) -> dict[str, np.ndarray]:
             "d2t": params.token_ids.astype(np.int64) - np.arange(len(params.token_ids)),
             "t2d": known,
         }
+        if params.input_norm is not None:
+            tensors["input_norm.weight"] = params.input_norm
     tensors |= {f"{layer}{name}.weight": array for name, array in by_name.items()}
     return {name: np.ascontiguousarray(array) for name, array in tensors.items()}
 
@@ -114,6 +116,8 @@ def test_an_eagle3_head_is_read_with_its_own_vocabulary(tmp_path: Path, layer: s
     [
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, (1, 3, 8)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (2, 4, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 8]}}, (2, 6, 8)),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 4, 5)),
     ],
 )
 def test_a_config_may_name_the_layers_that_an_eagle3_head_looks_at(
@@ -123,6 +127,43 @@ def test_a_config_may_name_the_layers_that_an_eagle3_head_looks_at(
     folder = write(tmp_path / "head", eagle_tensors(drawn(eagle_specs(EAGLE3)), "midlayer."), config=config)
     loaded = load_draft_head(folder, "eagle3", TARGET).config
     assert loaded == dataclasses.replace(EAGLE3, tap_layers=layers, norms_residual=True)
+
+
+def test_an_eagle3_head_may_describe_its_layer_apart(tmp_path: Path) -> None:
+    params = drawn(eagle_specs(EAGLE3))
+    config = {
+        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "draft_vocab_size": 10,
+        "target_hidden_size": None, "norm_before_fc": False, "transformer_layer_config": {**CONFIG, "model_type": "llama"},
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5], "speculators_config": {"algorithm": "eagle3"},
+    }  # fmt: skip
+    for told, is_normed in (({}, True), ({"norm_before_residual": False}, False)):
+        folder = write(tmp_path / "head", eagle_tensors(params, "layers.0."), config=config | told)
+        head = load_draft_head(folder, "eagle3", TARGET)
+        assert head.config == dataclasses.replace(EAGLE3, norms_residual=is_normed)
+        assert same(head.params, params)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_an_eagle3_head_may_norm_what_it_takes_in(tmp_path: Path, group: bool) -> None:
+    wanted = dataclasses.replace(EAGLE3, input_norm="together", norms_output=True)
+    params = drawn(eagle_specs(wanted))
+    told = {"norm_before_fc": True, "norm_output": True}
+    config = CONFIG | {"draft_vocab_size": 10} | ({"eagle_config": told} if group else told)
+    head = load_draft_head(
+        write(tmp_path / "head", eagle_tensors(params, "midlayer."), config=config), "eagle3", TARGET
+    )
+    assert head.config == wanted and same(head.params, params)
+
+
+def test_an_eagle3_head_may_norm_each_hidden_state_by_itself(tmp_path: Path) -> None:
+    wanted = dataclasses.replace(EAGLE3, input_norm="each")
+    params = drawn(eagle_specs(wanted))
+    tensors = eagle_tensors(params, "midlayer.")
+    norms = np.split(tensors.pop("input_norm.weight"), 3)
+    tensors |= {f"fc_norm.{number}.weight": norm for number, norm in enumerate(norms)}
+    config = CONFIG | {"draft_vocab_size": 10, "fc_norm": True}
+    head = load_draft_head(write(tmp_path / "head", tensors, config=config), "eagle3", TARGET)
+    assert head.config == wanted and same(head.params, params)
 
 
 @pytest.mark.parametrize("file", ["medusa_lm_head.safetensors", "medusa_lm_head.pt"])
@@ -144,6 +185,10 @@ def test_medusa_heads_are_read_all_of_them(tmp_path: Path, file: str, told: int)
         ({"num_hidden_layers": 2}, {}, {}, "num_hidden_layers=2: only heads of 1 layer"),
         ({}, {"num_layers": 2}, {}, "the model has 2 layers"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 9, 2]}, {}, {}, "must be layers from 0 to 8"),
+        ({"eagle_aux_hidden_state_layer_ids": []}, {}, {}, "must be layers from 0 to 8"),
+        ({"norm_before_fc": True, "fc_norm": True}, {}, {}, "exclude each other"),
+        ({"norm_before_fc": True}, {}, {}, "'input_norm.weight' is missing"),
+        ({}, {}, {"input_norm.weight": np.zeros(48, np.float32)}, r"tensors \['input_norm.weight'\] are not part"),
         (
             {},
             {},

@@ -64,6 +64,15 @@ def attention(x: np.ndarray, params: EagleParams, config: ModelConfig) -> np.nda
     return np.einsum("kgts,skd,kgdh->th", weights, v, layer.wo)
 
 
+def taken_in(params: EagleParams, config: EagleConfig, features: np.ndarray) -> np.ndarray:
+    """What EAGLE-3 makes of the model's hidden states."""
+    if config.input_norm is not None:
+        parts = len(config.tap_layers) if config.input_norm == "each" else 1
+        pairs = zip(np.split(features, parts, axis=1), np.split(params.input_norm, parts), strict=True)
+        features = np.concatenate([norm(part, weight, config.layer.rms_norm_eps) for part, weight in pairs], axis=1)
+    return features @ params.fc
+
+
 def eagle_reference(
     params: EagleParams, config: EagleConfig, embedding: np.ndarray, tokens: np.ndarray, hidden: np.ndarray
 ) -> np.ndarray:
@@ -84,7 +93,8 @@ def eagle_reference(
         inputs = np.concatenate([norm(embedded, params.embedding_norm, eps), normed], axis=1)
     x = x + attention(inputs, params, config.layer)
     gate_up = np.einsum("th,hgf->gtf", norm(x, layer.mlp_norm, eps), layer.w_gate_up)
-    return x + (silu(gate_up[0]) * gate_up[1]) @ layer.w_down
+    x = x + (silu(gate_up[0]) * gate_up[1]) @ layer.w_down
+    return norm(x, params.final_norm, eps) if config.norms_output else x
 
 
 def medusa_reference(params: MedusaParams, hidden: np.ndarray) -> np.ndarray:

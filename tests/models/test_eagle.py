@@ -20,12 +20,14 @@ from jaxserve.models.params import LlamaParams
 from jaxserve.sharding.collectives import Collectives
 from jaxserve.sharding.mesh import make_mesh
 from jaxserve.sharding.placement import named_shardings, partition_specs
-from tests.models.head_cases import LAYER, drawn, eagle_reference, norm
+from tests.models.head_cases import LAYER, drawn, eagle_reference, norm, taken_in
 from tests.tiny_engine import random_params
 
 EAGLE = EagleConfig(version=1, layer=LAYER, target_hidden_size=16)
 WITH_BIAS = dataclasses.replace(EAGLE, has_bias=True, has_embedding=True)
 EAGLE3 = EagleConfig(version=3, layer=LAYER, target_hidden_size=16, tap_layers=(2, 3, 3), draft_vocab_size=10)
+NORMED_TOGETHER = dataclasses.replace(EAGLE3, input_norm="together", tap_layers=(2, 3, 3, 5))
+NORMED_EACH = dataclasses.replace(EAGLE3, input_norm="each", norms_output=True)
 NORMED = dataclasses.replace(EAGLE3, norms_residual=True, target_hidden_size=12, has_embedding=True)
 
 PAGE, NUM_PAGES, LENGTH, CHUNK = 4, 5, 14, 9
@@ -60,8 +62,15 @@ def empty_cache(config: ModelConfig, mesh: Any) -> KVCache:
 
 @pytest.mark.parametrize(
     ("config", "devices"),
-    [(EAGLE, 1), (WITH_BIAS, 2), (EAGLE3, 2), (NORMED, 1)],
-    ids=["eagle", "eagle with a bias", "eagle3", "eagle3 with a normed residual"],
+    [
+        (EAGLE, 1),
+        (WITH_BIAS, 2),
+        (EAGLE3, 2),
+        (NORMED, 1),
+        pytest.param(NORMED_TOGETHER, 1, marks=pytest.mark.long),
+        (NORMED_EACH, 1),
+    ],
+    ids=["eagle", "eagle with a bias", "eagle3", "with a normed residual", "of normed inputs", "eagle3.1"],
 )
 def test_hidden_states_and_scores_are_those_of_the_paper(config: EagleConfig, devices: int) -> None:
     specs = eagle_specs(config)
@@ -74,7 +83,7 @@ def test_hidden_states_and_scores_are_those_of_the_paper(config: EagleConfig, de
     cache_specs = partition_specs(kv_cache_specs(LAYER, NUM_PAGES, PAGE))
 
     def run(params: Any, target: Any, cache: Any, batch: Batch, features: Any) -> Any:
-        hidden = take_in(params, features) if features.shape[1] == config.num_inputs else features
+        hidden = take_in(params, features, config=config) if features.shape[1] == config.num_inputs else features
         hidden, cache = eagle_forward(params, target, cache, batch, hidden, config=config, collectives=collectives)
         return hidden, eagle_logits(params, target, hidden, config=config, collectives=collectives), cache
 
@@ -91,7 +100,7 @@ def test_hidden_states_and_scores_are_those_of_the_paper(config: EagleConfig, de
     tokens = rng.integers(0, LAYER.vocab_size, LENGTH)
     width = 16 if config.version == 1 else config.num_inputs
     features = rng.standard_normal((LENGTH, width)).astype(np.float32)
-    hidden = features if config.version == 1 else features @ params.fc
+    hidden = features if config.version == 1 else taken_in(params, config, features)
     embedding = params.embedding if config.has_embedding else target.embedding
 
     placed = jax.device_put(params, named_shardings(specs, mesh))
@@ -106,7 +115,8 @@ def test_hidden_states_and_scores_are_those_of_the_paper(config: EagleConfig, de
         wanted_scores = wanted @ target.lm_head
     else:
         wanted_scores = np.full((LENGTH, LAYER.vocab_size), -np.inf, np.float32)
-        wanted_scores[:, params.token_ids] = norm(wanted, params.final_norm, config.layer.rms_norm_eps) @ params.lm_head
+        normed = wanted if config.norms_output else norm(wanted, params.final_norm, config.layer.rms_norm_eps)
+        wanted_scores[:, params.token_ids] = normed @ params.lm_head
     np.testing.assert_allclose(np.concatenate(scores), wanted_scores, rtol=1e-3, atol=1e-4)
 
     # The next pair takes in what the head gave for the last one.
