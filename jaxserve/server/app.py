@@ -33,7 +33,9 @@ from jaxserve.server.errors import EXCEPTION_HANDLERS, json_response
 from jaxserve.server.long_json import answer_response
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.middleware import (
+    BODIES_AT_ONCE,
     ApiKeyMiddleware,
+    BodyMemoryMiddleware,
     ConnectionLimitMiddleware,
     LoadMiddleware,
     OldHttpMiddleware,
@@ -110,6 +112,7 @@ def _middleware(config: ServerConfig, load: ServerLoad, tracer: Tracer | None) -
     layers.append(Middleware(ConnectionLimitMiddleware))
     layers.append(Middleware(ApiKeyMiddleware, api_keys=config.api_keys, admin_api_keys=config.admin_api_keys))
     layers.append(Middleware(LoadMiddleware, load=load))
+    layers.append(Middleware(BodyMemoryMiddleware, max_bytes=BODIES_AT_ONCE * config.max_body_bytes))
     if tracer is not None:
         layers.append(Middleware(TraceMiddleware, tracer=tracer))
     return layers

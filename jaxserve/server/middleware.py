@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 PUBLIC_PATHS = frozenset({"/health"})  # everything else needs a key, routes yet to be written included
 ADMIN_PATHS = frozenset({"/flush_cache"})  # what one client does here touches all others
 
+BODIES_AT_ONCE = 64  # of the largest size; smaller ones may be more
+
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -120,6 +122,36 @@ class RootPathMiddleware:
                 path = self._root_path + path
             scope = {**scope, "root_path": self._root_path, "path": path}
         await self._app(scope, receive, send)
+
+
+class BodyMemoryMiddleware:
+    """Bounds what the bodies of all requests take together, each until its answer has ended."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held = 0
+
+        async def receive_and_count() -> Message:
+            nonlocal held
+            message = await receive()
+            size = len(message.get("body", b""))
+            if size and self._held + size > self._max_bytes:
+                raise UnavailableError(
+                    f"the requests that are being answered fill the {self._max_bytes} bytes that there are for them",
+                    code="too_many_bodies",
+                )
+            held += size
+            self._held += size
+            return message
+
+        try:
+            await self._app(scope, receive_and_count, send)
+        finally:
+            self._held -= held
 
 
 class LoadMiddleware:

@@ -6,14 +6,16 @@ import asyncio
 import dataclasses
 from typing import Any
 
+import httpx
 import pytest
 
 from jaxserve.config import ServerConfig
 from jaxserve.protocol.service import OpenAIService
+from jaxserve.server.middleware import BODIES_AT_ONCE
 from jaxserve.server.slot import ServiceSlot
 from jaxserve.text.template_sandbox import TemplateLimits
 from tests.fakes import FakeEngine, fake_service, say
-from tests.server.harness import USER, client_of
+from tests.server.harness import USER, assert_error, client_of, until
 from tests.text.vocabularies import sentencepiece_tokenizer, token_ids
 
 pytestmark = pytest.mark.anyio
@@ -101,3 +103,28 @@ async def test_health_answers_while_a_schema_is_compiled(schema: Any) -> None:
     body = {"messages": [USER], "response_format": wanted}
     status = await status_while_health_answers(fake_service(FakeEngine(say("x"))), "/v1/chat/completions", body)
     assert status == (400 if "enum" in schema else 200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bodies_of_all_requests_together_are_bounded(stream: bool) -> None:
+    config = ServerConfig(max_body_bytes=100)
+    body = b'{"prompt": "x", "stream": %b}' % (b"true" if stream else b"false")
+    headers = {"content-type": "application/json"}
+    engine = FakeEngine(say("x"))
+    engine.gate.clear()
+    async with client_of(engine, config, headers) as client:
+
+        def post(size: int) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(client.post("/v1/completions", content=body.ljust(size)))
+
+        first = [post(100) for _ in range(BODIES_AT_ONCE - 1)] + [post(60)]
+        await until(lambda: len(engine.live) == BODIES_AT_ONCE)
+        refused = await post(41)
+        assert assert_error(refused, 503)["code"] == "too_many_bodies"
+        assert int(refused.headers["retry-after"]) > 0
+        assert (await client.get("/v1/models")).status_code == 200
+        last = post(40)
+        await until(lambda: len(engine.live) == BODIES_AT_ONCE + 1)
+        engine.gate.set()
+        assert {response.status_code for response in await asyncio.gather(*first, last)} == {200}
+        assert (await post(100)).status_code == 200
