@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence as Tokens
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -198,7 +198,7 @@ def draw(*, seeded: bool, penalties: tuple[float, float, float], temperature: fl
     ],
 )
 def test_tokens_under_a_grammar_are_distributed_as_the_masked_model_draws_them(
-    seeded: bool, penalties: tuple[float, float, float], params: dict[str, float]
+    seeded: bool, penalties: tuple[float, float, float], params: dict[str, Any]
 ) -> None:
     drawn = draw(seeded=seeded, penalties=penalties, **params)
 

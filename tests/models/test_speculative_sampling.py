@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ DRAFTER = (TARGET + _rng.normal(0, 1.0, TARGET.shape)).astype(np.float32)  # not
 OUTPUT_COUNTS = np.array([0, 2, 1, 0, 0, 0, 3, 0], np.int32)  # of the text before
 NO_PENALTIES = (0.0, 0.0, 1.0)
 PENALTIES = (0.7, 0.4, 1.3)  # presence, frequency, repetition
+NO_BIAS = np.zeros(VOCAB, np.float32)
+BIAS = np.array([0.0, 1.5, -2.0, 0.0, -100.0, 0.5, 0.0, 3.0], np.float32)
 
 
 class Drawn(NamedTuple):
@@ -33,14 +36,14 @@ class Drawn(NamedTuple):
     counts: np.ndarray  # [draws]
 
 
-def processors(counts: jax.Array, penalties: jax.Array) -> ProcessorArrays:
+def processors(counts: jax.Array, penalties: jax.Array, bias: jax.Array) -> ProcessorArrays:
     rows = counts.shape[0]
     presence, frequency, repetition = (jnp.broadcast_to(penalty, (rows,)) for penalty in penalties)
     return ProcessorArrays(
         is_on=jnp.ones((rows,), jnp.bool_),
         output_counts=counts,
         in_prompt=jnp.zeros(counts.shape, jnp.bool_),
-        bias=jnp.zeros(counts.shape, jnp.float32),
+        bias=jnp.broadcast_to(bias, counts.shape),
         stop_ids=jnp.full((rows, 1), VOCAB, jnp.int32),
         min_tokens=jnp.zeros((rows,), jnp.int32),
         presence_penalty=presence,
@@ -53,6 +56,7 @@ def processors(counts: jax.Array, penalties: jax.Array) -> ProcessorArrays:
 def _speculate(
     params: Any,
     penalties: jax.Array,
+    bias: jax.Array,
     counters: jax.Array,
     num_drafts: jax.Array,
     rejects: jax.Array,
@@ -67,10 +71,10 @@ def _speculate(
     counts = jnp.broadcast_to(jnp.asarray(OUTPUT_COUNTS), (rows, VOCAB))
     drafts, log_q, target = [], [], []
     for position in range(NUM_DRAFTS + 1):
-        target.append(process_logits(jnp.take(TARGET, before, axis=0), processors(counts, penalties), counters))
+        target.append(process_logits(jnp.take(TARGET, before, axis=0), processors(counts, penalties, bias), counters))
         if position == NUM_DRAFTS:
             break
-        logits = process_logits(jnp.take(DRAFTER, before, axis=0), processors(counts, penalties), counters)
+        logits = process_logits(jnp.take(DRAFTER, before, axis=0), processors(counts, penalties, bias), counters)
         before = sample(logits, params, row_keys(seeds, counters + position), mode="full")
         drafts.append(before)
         log_q.append(log_probabilities(logits, params, mode="full"))
@@ -90,6 +94,7 @@ def speculate(
     rejects: bool,
     draws: int = DRAWS,
     penalties: tuple[float, float, float] = NO_PENALTIES,
+    bias: np.ndarray = NO_BIAS,
     has_probabilities: bool = True,
     synthetic: float | None = None,
     **params: float,
@@ -102,6 +107,7 @@ def speculate(
             _speculate(
                 arrays(ROWS, **params),  # pyright: ignore[reportArgumentType]
                 np.array(penalties, np.float32),  # pyright: ignore[reportArgumentType]
+                bias,  # pyright: ignore[reportArgumentType]
                 counters,  # pyright: ignore[reportArgumentType]
                 np.full(ROWS, NUM_DRAFTS, np.int32),  # pyright: ignore[reportArgumentType]
                 np.full(ROWS, rejects),  # pyright: ignore[reportArgumentType]
@@ -116,11 +122,17 @@ def speculate(
     return Drawn(*joined)
 
 
-def exact(logits: np.ndarray, before: list[int], penalties: tuple[float, float, float], **params: float) -> np.ndarray:
+def exact(
+    logits: np.ndarray,
+    before: list[int],
+    penalties: tuple[float, float, float],
+    bias: np.ndarray = NO_BIAS,
+    **params: float,
+) -> np.ndarray:
     """What the target alone draws from after some tokens, by the definitions."""
     presence, frequency, repetition = penalties
     counts = OUTPUT_COUNTS + np.bincount(before, minlength=VOCAB)
-    changed = logits[before[-1] if before else START].astype(np.float64)
+    changed = logits[before[-1] if before else START].astype(np.float64) + bias
     changed = np.where(counts > 0, np.where(changed > 0, changed / repetition, changed * repetition), changed)
     changed = changed - frequency * counts - presence * (counts > 0)
     return distribution(logits=changed, **params)  # pyright: ignore[reportArgumentType]
@@ -148,23 +160,37 @@ CASES = [
 @pytest.mark.parametrize("rejects", [True, False])
 @pytest.mark.parametrize(("params", "penalties"), CASES)
 def test_every_token_is_distributed_as_the_target_alone_draws_it(
-    params: dict[str, float], penalties: tuple[float, float, float], rejects: bool
+    params: dict[str, Any], penalties: tuple[float, float, float], rejects: bool
 ) -> None:
-    drawn = speculate(rejects=rejects, penalties=penalties, **params)
-    check(drawn.tokens[:, 0], exact(TARGET, [], penalties, **params))
+    check_all(speculate(rejects=rejects, penalties=penalties, **params), partial(exact, penalties=penalties, **params))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rejects", [True, False])
+def test_biases_and_min_p_reach_every_place(rejects: bool) -> None:
+    limits: dict[str, Any] = {"penalties": PENALTIES, "bias": BIAS, "temperature": 0.7, "min_p": 0.2}
+    drawn = speculate(rejects=rejects, **limits)
+    check_all(drawn, partial(exact, **limits))
+    for place in range(NUM_DRAFTS + 1):
+        assert (drawn.tokens[drawn.counts > place, place] != BIAS.argmin()).all()
+
+
+def check_all(drawn: Drawn, exact: Callable[[np.ndarray, list[int]], np.ndarray]) -> None:
+    """The first tokens, the second ones after each first, and the third ones after the commonest two."""
+    check(drawn.tokens[:, 0], exact(TARGET, []))
     firsts, counts = np.unique(drawn.tokens[drawn.counts > 1, 0], return_counts=True)
     for first in firsts[counts > 5_000]:  # fewer tell nothing of the rare tokens that follow
         after = drawn.tokens[(drawn.counts > 1) & (drawn.tokens[:, 0] == first)]
-        check(after[:, 1], exact(TARGET, [int(first)], penalties, **params))
+        check(after[:, 1], exact(TARGET, [int(first)]))
     seconds, counts = np.unique(drawn.tokens[drawn.counts > 2, :2], axis=0, return_counts=True)
     pair = seconds[np.argmax(counts)]
     after = drawn.tokens[(drawn.counts > 2) & (drawn.tokens[:, :2] == pair).all(axis=1)]
-    check(after[:, 2], exact(TARGET, pair.tolist(), penalties, **params))
+    check(after[:, 2], exact(TARGET, pair.tolist()))
 
 
 @pytest.mark.parametrize(("params", "penalties"), CASES[:3])
 def test_rejection_keeps_as_many_drafts_as_can_be_kept(
-    params: dict[str, float], penalties: tuple[float, float, float]
+    params: dict[str, Any], penalties: tuple[float, float, float]
 ) -> None:
     kept = np.mean(speculate(rejects=True, draws=2 * ROWS, penalties=penalties, **params).counts > 1)
     p, q = (exact(logits, [], penalties, **params) for logits in (TARGET, DRAFTER))
@@ -173,7 +199,7 @@ def test_rejection_keeps_as_many_drafts_as_can_be_kept(
 
 
 def test_without_rejection_the_tokens_are_those_that_are_drawn_one_by_one() -> None:
-    params = {"temperature": 0.9, "top_p": 0.95}
+    params: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95}
     for has_probabilities in (True, False):
         drawn = speculate(rejects=not has_probabilities, draws=ROWS, has_probabilities=has_probabilities, **params)
         before = np.full(ROWS, START)
