@@ -35,14 +35,17 @@ def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return convert(tiny_model_dir, tmp_path_factory.mktemp("converted") / "model", progress=NoProgress())
 
 
-@pytest.fixture(scope="module")
-def hosts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, ServerProcess]]:
+@pytest.fixture(scope="module", params=["off", "on"])
+def hosts(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[tuple[ServerProcess, ServerProcess]]:
     """The one that serves, and the one that follows it."""
     logs = tmp_path_factory.mktemp("logs")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = [part for name, value in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     flags += ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", str(port), "--access-log", "none"]
+    flags += ["--engine-process", request.param]
     with ExitStack() as stack:
         follower, leader = (
             stack.enter_context(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.processes import server_process
@@ -24,8 +25,9 @@ def by_replica(url: str, name: str) -> dict[str, float]:
     return {sample.labels["engine"]: sample.value for sample in samples}
 
 
-def test_two_replicas_share_the_requests(tiny_model_dir: Path, tmp_path: Path) -> None:
-    flags = [part for pair in OPTIONS.items() for part in pair]
+@pytest.mark.parametrize("engine_process", ["off", pytest.param("on", marks=pytest.mark.long)])
+def test_two_replicas_share_the_requests(engine_process: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    flags = [part for pair in {**OPTIONS, "--engine-process": engine_process}.items() for part in pair]
     arguments = ["-m", "jaxserve", "serve", str(tiny_model_dir), *flags]
     with server_process(arguments, tmp_path / "log", home=tmp_path) as server:
         url = server.wait_ready()
