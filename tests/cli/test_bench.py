@@ -31,6 +31,25 @@ def test_a_model_alone_means_the_command_run(tmp_path: Path) -> None:
     assert set(json.loads((tmp_path / "out.json").read_text())["requests"]) == {"1", "2"}
 
 
+@pytest.mark.long  # two engines are built, each in a process of its own
+def test_over_http_the_engine_may_have_a_process_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("starlette")
+    model = tmp_path / "tiny.json"
+    model.write_text(json.dumps({**MODEL_CONFIG.to_json(), "vocab_size": 300, "eos_token_ids": []}))
+    arguments = ["--workload", "fixed:8/6", "--concurrency", "2", "--num-requests", "2", "--max-num-seqs", "2",
+                 "--max-num-batched-tokens", "16", "--output", str(tmp_path), "--http", "--engine-process",
+                 "on"]  # fmt: skip
+    command = [sys.executable, "-m", "jaxserve", "bench", str(model), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "over HTTP (one like it in a process of its own)" in done.stdout
+    assert "over HTTP at 2: TPOT" in done.stdout
+    for folder, in_process in ((tmp_path, True), (tmp_path / "http", False)):
+        environment = json.loads((folder / "environment.json").read_text())
+        assert (environment["transport"] == "in process") == in_process
+        assert environment.get("engine_process", False) != in_process
+
+
 def test_the_commands_are_listed() -> None:
     code, output = bench("--help")
     assert code == 0
