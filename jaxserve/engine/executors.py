@@ -38,46 +38,45 @@ class ForwardExecutor(Protocol):
 
 
 class ResultPlaces:
-    """Where programs leave the large arrays of a step, which the next step writes over: one array of each shape.
+    """Where steps find what they are told and leave what they give, which the next step writes over.
 
     A program whose arrays stay where they were is launched as it is; else XLA changes a launch graph of some hundred
-    kernels before each launch, which can take the host as long as the step takes the device.
+    kernels before each launch, which takes the host as long as launching it.
     """
 
     def __init__(self) -> None:
         self._arrays: dict[Any, jax.Array] = {}
 
-    def take(self, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """The array to write over. Nobody may read it any more."""
-        array = self._arrays.pop(_kind(like), None)
+    def take(self, what: str, like: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
+        """The array of that name and shape that is to be written over. Nobody may read it any more."""
+        array = self._arrays.pop((what, like.shape, like.dtype), None)
         return jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding) if array is None else array
 
-    def keep(self, array: jax.Array) -> None:
-        """Has a later step write over this result of a step, of which all readers are launched before that step is."""
-        self._arrays[_kind(array)] = array
-
-
-def _kind(array: jax.Array | jax.ShapeDtypeStruct) -> Any:
-    return array.shape, array.dtype
+    def keep(self, what: str, array: jax.Array) -> None:
+        """Has a later step write over this array, all readers of which are launched before that step is."""
+        self._arrays[what, array.shape, array.dtype] = array
 
 
 class WholeForward:
     """The whole pass as one compiled program.
 
     Args:
-        compiled: takes the arrays that its logits and hidden states are written over behind its other arguments.
-        results: the kinds of these arrays.
+        compiled: takes the arrays that its results are written over behind its other arguments.
+        write: (array, another one) -> the latter, in the place of the former.
+        results: names and shapes of these results.
         peers: what it takes for sums over devices, if anything.
     """
 
     def __init__(
         self,
         compiled: Any,
-        results: tuple[jax.ShapeDtypeStruct, ...],
+        write: Any,
+        results: dict[str, jax.ShapeDtypeStruct],
         places: ResultPlaces,
         peers: tuple[PeerMemory, ...] = (),
     ) -> None:
         self._compiled = compiled
+        self._write = write
         self._peers = peers
         self._results = results
         self._places = places
@@ -85,10 +84,12 @@ class WholeForward:
     def __call__(
         self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array, *drafts: Drafts
     ) -> ForwardResult:
-        places = tuple(map(self._places.take, self._results))
+        places = tuple(self._places.take(name, like) for name, like in self._results.items())
+        packed = self._write(self._places.take("packed", packed), packed)
+        self._places.keep("packed", packed)
         result = self._compiled(params, cache, state, packed, (*drafts, *self._peers), places)
-        for array in (result.logits, result.hidden)[: len(places)]:
-            self._places.keep(array)
+        for name in self._results:
+            self._places.keep(name, getattr(result, name))
         return result
 
     @property
@@ -173,19 +174,16 @@ class ForwardCompiler:
         function = jax.jit(in_place, donate_argnums=(1, 2, 5), keep_unused=True)
         packed, *drafts = self._step(bucket)
         peers = () if self.peers is None else (self.peers,)
-        result = jax.eval_shape(forward, self.params, self.cache, self.state, packed, *drafts, *peers)
-        placed = replicated(self.factory.mesh)
-        results = tuple(
-            jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
-            for array in (result.logits, result.hidden)
-            if array.size
-        )
+        results = self._results(bucket, num_logits)
+        places = tuple(results.values())
         compiled = self.programs.load_or_compile(
             f"forward {bucket} {num_logits}",
-            lambda: function.lower(self.params, self.cache, self.state, packed, (*drafts, *peers), results),
+            lambda: function.lower(self.params, self.cache, self.state, packed, (*drafts, *peers), places),
             bucket=bucket,
         )
-        return WholeForward(compiled, results, self.places, peers)
+        write = jax.jit(lambda place, value: value, donate_argnums=(0,), keep_unused=True)
+        written = self.programs.load_or_compile(f"write {packed.shape}", lambda: write.lower(packed, packed))
+        return WholeForward(compiled, written, results, self.places, peers)
 
     def layerwise(self, bucket: Bucket, num_logits: int) -> LayerwiseForward:
         """One bucket's begin, layer and end."""
@@ -225,6 +223,16 @@ class ForwardCompiler:
             layer_indices=indices,
             taps=Taps(taps, load(f"tap {name}", lambda: tap.lower(between()[0])) if taps else None),
         )
+
+    def _results(self, bucket: Bucket, num_logits: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Fields of `ForwardResult` that stay in place, but for those that are there before the step."""
+        # Not by tracing the pass, which takes longer than loading what was compiled from it.
+        config, placed = self.factory.config, replicated(self.factory.mesh)
+        shapes = {"logits": ((num_logits, config.vocab_size), jnp.float32), "slots": ((num_logits,), jnp.int32)}
+        if bucket.prefill_rows:
+            hidden = self.factory.max_prefill_tokens, config.hidden_size
+            shapes["hidden"] = hidden, self.params.embedding.dtype
+        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed) for name, (shape, dtype) in shapes.items()}
 
     def _step(self, bucket: Bucket) -> tuple[Any, ...]:
         """What a step brings: itself, packed, and its drafts, if it has any."""

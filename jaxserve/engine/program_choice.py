@@ -9,7 +9,7 @@ from jaxserve.engine.device_batch import Bucket
 
 logger = logging.getLogger(__name__)
 
-_GAIN = 0.97  # of its own time that a larger program must stay under to take a smaller one's steps
+_GAIN = 0.96  # of its own time that a larger program must stay under to take a smaller one's steps
 
 
 def fastest_programs(seconds: Mapping[Bucket, float]) -> dict[Bucket, Bucket]:
@@ -23,7 +23,7 @@ def fastest_programs(seconds: Mapping[Bucket, float]) -> dict[Bucket, Bucket]:
     """
     chosen = {}
     for bucket, own in seconds.items():
-        best = min((other for other in seconds if _holds(other, bucket)), key=lambda other: seconds[other])
+        best = min((other for other in seconds if _may_serve(other, bucket)), key=lambda other: seconds[other])
         chosen[bucket] = best if seconds[best] < _GAIN * own else bucket
         if chosen[bucket] != bucket:
             logger.info(
@@ -33,10 +33,11 @@ def fastest_programs(seconds: Mapping[Bucket, float]) -> dict[Bucket, Bucket]:
     return chosen
 
 
-def _holds(larger: Bucket, bucket: Bucket) -> bool:
-    """Whether every step of a bucket fits another one."""
-    return (
-        larger.num_drafts == bucket.num_drafts
+def _may_serve(larger: Bucket, bucket: Bucket) -> bool:
+    """Whether every step of a bucket fits another one, and both take prompts: without, fewer rows never take longer."""
+    return larger == bucket or (
+        bucket.prefill_tokens > 0
+        and larger.num_drafts == bucket.num_drafts
         and larger.decode_rows >= bucket.decode_rows
         and larger.prefill_rows >= bucket.prefill_rows
         and larger.prefill_tokens >= bucket.prefill_tokens

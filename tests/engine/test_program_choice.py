@@ -29,3 +29,7 @@ def test_only_a_program_that_holds_every_step_of_the_other_one_takes_its_place()
 
 def test_a_step_in_which_nobody_decodes_may_run_in_a_program_with_decode_rows() -> None:
     assert fastest_programs({Bucket(0, 16, 64): 5.0, Bucket(16, 16, 64): 4.0})[Bucket(0, 16, 64)] == Bucket(16, 16, 64)
+
+
+def test_steps_that_only_decode_keep_their_program_whatever_was_measured() -> None:
+    assert fastest_programs({Bucket(1, 0, 0): 5.8, Bucket(16, 0, 0): 5.4})[Bucket(1, 0, 0)] == Bucket(1, 0, 0)
