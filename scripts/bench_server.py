@@ -194,15 +194,18 @@ def serve(pipe: Connection, kind: str, arguments: argparse.Namespace) -> None:
         runner.run(QuietServer(settings).serve(sockets=[listener]))
 
 
-async def stream(port: int, end: float, request: bytes, times: list[float] | None = None) -> tuple[int, int]:
+async def stream(
+    port: int, end: float, request: bytes, times: list[tuple[float, float]] | None = None
+) -> tuple[int, int]:
     """One client: asks again and again on one connection. Returns chunks and requests.
 
     Args:
-        times: gets the mean time between chunks of each answer, in seconds.
+        times: gets, of each answer, the seconds to its first chunk and the mean ones of each token after it.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     chunks = requests = 0
     while time.monotonic() < end:
+        asked = time.perf_counter()
         writer.write(request)
         tail = b""
         first = 0.0
@@ -215,7 +218,7 @@ async def stream(port: int, end: float, request: bytes, times: list[float] | Non
             tail = (tail + data)[-7:]
         requests += 1
         if times is not None:
-            times.append((time.perf_counter() - first) / (NUM_TOKENS - 1))
+            times.append((first - asked, (time.perf_counter() - first) / (NUM_TOKENS - 1)))
     writer.close()
     await writer.wait_closed()
     return chunks, requests
@@ -245,14 +248,15 @@ async def measure(port: int, pid: int, arguments: argparse.Namespace) -> dict[st
     await stream(port, time.monotonic() + 1.0, request)  # warm
     before, started, own = processor_seconds(pid), time.monotonic(), time.process_time()
     end = started + arguments.seconds
-    times: list[float] = []
+    times: list[tuple[float, float]] = []
     counts = await asyncio.gather(*(stream(port, end, request, times) for _ in range(arguments.streams)))
     wall = time.monotonic() - started
     processor = processor_seconds(pid) - before
     chunks, requests = (sum(numbers) for numbers in zip(*counts, strict=True))
     return {
         "streams": arguments.streams,
-        "tpot_ms": round(sum(times) / len(times) * 1e3, 2),
+        "ttft_ms": round(sum(to_first for to_first, _ in times) / len(times) * 1e3, 2),
+        "tpot_ms": round(sum(of_token for _, of_token in times) / len(times) * 1e3, 2),
         "chunks_per_answer": round(chunks / requests),
         "chunks_per_second": round(chunks / wall),
         "requests_per_second": round(requests / wall, 1),
