@@ -191,28 +191,31 @@ def write_large(folder: Path) -> tuple[Path, int, int]:
     return folder, sum(value.nbytes for value in tensors.values()), layer
 
 
+# What getrusage tells is no less than what the process that started this one had: the kernel is asked, and set back before.
 PEAK = """
-import resource, sys
+import sys
+from pathlib import Path
 from jaxserve.checkpoint.convert import convert
 from jaxserve.progress import NoProgress
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def told(key):
+    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").open() if line.startswith(key))
 
 convert(sys.argv[1], sys.argv[2] + "/tiny", progress=NoProgress())
-before = peak()
+Path("/proc/self/clear_refs").write_text("5")
+before = told("VmRSS")
 convert(sys.argv[3], sys.argv[2] + "/large", progress=NoProgress(), dtype=sys.argv[4])
-print(peak() - before)
+print(told("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux")
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="asks Linux for the peak of a process")
 def test_memory_is_of_a_few_pieces_not_of_the_model(source: Path, tmp_path: Path) -> None:
     folder, total, piece = write_large(tmp_path / "large-source")
     done = python(PEAK, str(source), str(tmp_path), str(folder), "auto")
     assert done.returncode == 0, done.stderr
-    # The piece itself, what it is assembled of, and what the store holds until it is written.
-    assert int(done.stdout) < 4 * piece < total / 2
+    # The piece itself, what it is assembled of, what the store holds until it is written, and what does not grow with it.
+    assert int(done.stdout) < 8 * piece < 0.65 * total
 
 
 READ = """
