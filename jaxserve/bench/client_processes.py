@@ -17,6 +17,8 @@ from jaxserve.bench.workload_files import Task
 
 ClientName = Literal["own", "openai"]
 
+_WARM_UP_SECONDS = 60.0
+
 
 def make_client(name: str, options: EndpointOptions) -> StreamClient:
     """Raises:
@@ -32,9 +34,16 @@ def make_client(name: str, options: EndpointOptions) -> StreamClient:
 
 
 class ProcessTarget:
-    """Spreads requests over worker processes, each with a client and an event loop. To be closed after use."""
+    """Spreads requests over worker processes, each with a client and an event loop. To be closed after use.
 
-    def __init__(self, options: EndpointOptions, prompts: Prompts, *, client: str, processes: int) -> None:
+    Args:
+        warms_up: have each client get one token of an answer first: what it sets up at its first request would count as
+            the endpoint's time.
+    """
+
+    def __init__(
+        self, options: EndpointOptions, prompts: Prompts, *, client: str, processes: int, warms_up: bool = False
+    ) -> None:
         if processes < 1:
             raise ValueError(f"client {processes=} must be at least 1")
         self.model = options.model or first_model(options)
@@ -43,7 +52,7 @@ class ProcessTarget:
         self._pipes: list[Connection] = []
         for _ in range(processes):
             ours, theirs = context.Pipe()
-            arguments = (theirs, replace(options, model=self.model), prompts, client)
+            arguments = (theirs, replace(options, model=self.model), prompts, client, warms_up)
             worker = context.Process(target=_work, args=arguments, daemon=True)
             worker.start()
             theirs.close()
@@ -120,9 +129,13 @@ class ProcessTarget:
                     self._answers.release()
 
 
-def _work(pipe: Connection, options: EndpointOptions, prompts: Prompts, client: str) -> None:
+def _work(pipe: Connection, options: EndpointOptions, prompts: Prompts, client: str, warms_up: bool) -> None:
     """A worker's process: starts requests as it is told, and sends their records back."""
     target = HttpTarget(options, options.model or "", prompts, make_client(client, options))
+    if warms_up:
+        ended = threading.Event()
+        target.start(0, Task(prompt=1, output=1), lambda record: ended.set())
+        ended.wait(_WARM_UP_SECONDS)  # an endpoint that does not answer shows in what is measured
     lock = threading.Lock()
 
     def send(message: Any) -> None:

@@ -42,7 +42,9 @@ def measure_endpoint(
     if client_processes == 1:
         target = HttpTarget(endpoint, model, prompts, make_client(client, endpoint))
     else:
-        target = ProcessTarget(replace(endpoint, model=model), prompts, client=client, processes=client_processes)
+        target = ProcessTarget(
+            replace(endpoint, model=model), prompts, client=client, processes=client_processes, warms_up=True
+        )
     try:
         if folder is not None:
             environment = {

@@ -67,7 +67,7 @@ def compare_over_http(
     with serving(engine) as url:
         endpoint = EndpointOptions(url=url, model="bench", form=form, temperature=temperature)
         prompts = Prompts(vocabulary, longest=options.workload.longest)
-        target = ProcessTarget(endpoint, prompts, client=client, processes=client_processes)
+        target = ProcessTarget(endpoint, prompts, client=client, processes=client_processes, warms_up=True)
         try:
             if folder is not None:
                 name = f"{environment['name']} over HTTP"

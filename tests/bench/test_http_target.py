@@ -52,7 +52,7 @@ def measure(
     if processes is None:
         target = HttpTarget(options, options.model or first_model(options), prompts, make_client(client, options))
     else:
-        target = ProcessTarget(options, prompts, client=client, processes=processes)
+        target = ProcessTarget(options, prompts, client=client, processes=processes, warms_up=True)
     try:
         return LoadRun(target, workload, load, count).run(20.0)
     finally:
@@ -132,6 +132,8 @@ async def test_client_processes_share_the_load(client: str) -> None:
     assert sorted(record.index for record in result.records) == list(range(8))
     assert [record.output_tokens for record in result.records] == [20] * 8
     assert all(record.error is None for record in result.records)
+    lengths = [sampling.max_tokens for _, sampling in engine.submitted]
+    assert lengths[:2] == [1, 1] and set(lengths[2:]) == {20}  # each client had its first answer before anything was measured
 
 
 @asynccontextmanager
