@@ -22,6 +22,7 @@ MAX_HEAD_BYTES = 65536  # request line and headers together
 MAX_FILES = 65536  # open at once; more connections than that are not for one process
 RESERVED_FILES = 128  # for checkpoints, logs, the device's driver and the like
 SPARE_CONNECTIONS = 64  # over the limit, that are told so; further ones are closed without a word
+MAX_PIPELINED = 16  # requests that one connection may send ahead; with more, all of it ends
 OVER_LIMIT = "over_limit"  # in the state of requests whose connection is one too many
 
 
@@ -150,7 +151,7 @@ class _Connection(_Protocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """The parser gives up when this raises, and the request gets a 400."""
+        """The parser gives up when one of these raises, and the request gets a 400."""
         self._parsed_head_bytes += len(name) + len(value) + len(b": \r\n")
         if self._parsed_head_bytes > MAX_HEAD_BYTES:
             raise ValueError(f"a head of more than {MAX_HEAD_BYTES} bytes")
@@ -160,6 +161,10 @@ class _Connection(_Protocol):
         self._in_head = False
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._unanswered if cycle is not self.cycle] + [self.cycle]
+        if len(self.pipeline) > MAX_PIPELINED:
+            raise ValueError(f"more than {MAX_PIPELINED} requests that wait for their turn")
+        if self.pipeline:
+            self.flow.resume_reading()  # else nobody would notice that the client has gone away
         self._await_body()
 
     def on_body(self, body: bytes) -> None:

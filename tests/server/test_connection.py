@@ -9,6 +9,8 @@ import logging
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -16,7 +18,7 @@ import pytest
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.app import create_app
-from jaxserve.server.connection import MAX_HEAD_BYTES, SPARE_CONNECTIONS, uvicorn_config
+from jaxserve.server.connection import MAX_HEAD_BYTES, MAX_PIPELINED, SPARE_CONNECTIONS, uvicorn_config
 from jaxserve.server.slot import ServiceSlot
 from tests.fakes import FakeEngine, endless, fake_service, say
 from tests.server.harness import assert_error, listening, until
@@ -201,18 +203,63 @@ def test_what_ends_a_connection_ends_its_answer(ending: str, is_late: bool, capl
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_behind_a_second_request_ends_the_first(stream: bool) -> None:
+@asynccontextmanager
+async def endless_request(
+    *, stream: bool
+) -> AsyncIterator[tuple[FakeEngine, asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection with a request on it that is being answered."""
     config = ServerConfig(access_log="none")
     engine = FakeEngine(endless, token_delay=0.001, max_model_len=100_000_000)
     body = json.dumps({**ENDLESS, "stream": stream}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     async with listening(create_app(fake_service(engine), config), config) as port:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head % len(body) + body + b"GET /health HTTP/1.1\r\n\r\n")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head % len(body) + body)
         await until(lambda: bool(engine.live))
+        try:
+            yield engine, reader, writer
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_ahead", [1, 3, MAX_PIPELINED])
+async def test_a_client_that_goes_away_behind_further_requests_ends_the_first(num_ahead: int, stream: bool) -> None:
+    async with endless_request(stream=stream) as (engine, _, writer):
+        for _ in range(num_ahead):  # one by one: they come so too
+            writer.write(b"GET /health HTTP/1.1\r\n\r\n")
+            await asyncio.sleep(0.01)
+        assert engine.live
         writer.transport.abort()
         await until(lambda: not engine.live)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_asks_too_much_ahead_is_cut_off(stream: bool) -> None:
+    async with endless_request(stream=stream) as (engine, reader, writer):
+        answer = await reader.readuntil(b"data: ") if stream else b""
+        writer.write(b"GET /health HTTP/1.1\r\n\r\n" * (MAX_PIPELINED + 1))
+        async with asyncio.timeout(10):
+            answer += await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 " if stream else b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1") == 1
+        await until(lambda: not engine.live)
+
+
+async def test_requests_that_were_sent_ahead_are_answered_in_turn() -> None:
+    config = ServerConfig(access_log="none")
+    async with listening(create_app(fake_service(FakeEngine(say("x"))), config), config) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        asked = [b"GET /v1/models/%d HTTP/1.1\r\n\r\n" % number for number in range(MAX_PIPELINED + 1)]
+        writer.write(b"".join(asked))
+        for number in range(MAX_PIPELINED + 1):
+            head = await reader.readuntil(b"\r\n\r\n")
+            (length,) = [int(line.split()[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length")]
+            assert f"model '{number}'" in json.loads(await reader.readexactly(length))["error"]["message"]
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_other_protocols_are_not_offered(caplog: pytest.LogCaptureFixture) -> None:
