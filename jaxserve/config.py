@@ -177,7 +177,7 @@ class EngineConfig:
         dtype: of weights and KV cache; "auto": float32 on CPU, bfloat16 elsewhere.
         seed: of requests that bring no seed of their own, and of dummy weights; None: drawn at random.
         tensor_parallel_size: devices that share the model.
-        disable_custom_all_reduce: have NCCL make all sums over devices, and no kernel of our own those of decode steps.
+        disable_custom_all_reduce: have NCCL make all sums over devices, and no kernel of our own those of small steps.
         nnodes: hosts that share the model, each with a process of its own and as many of the devices.
         node_rank: which of them this one is; 0 schedules and serves, the others follow.
         master_addr, master_port: where host 0 is found by the others.
@@ -212,7 +212,7 @@ class EngineConfig:
     seed: int | None = None
     device: Device = "auto"
     tensor_parallel_size: int = 1
-    disable_custom_all_reduce: bool = True
+    disable_custom_all_reduce: bool = False
     data_parallel_size: int = 1
     nnodes: int = 1
     node_rank: int = 0

@@ -149,7 +149,7 @@ def main() -> None:
     kernels_file.write_text("")
     times: dict[str, list[str]] = {str(bucket): [] for bucket in buckets}
     variants = options.xla_options or ["{}"]
-    uncached, places = ExecutableCache(None, tuple(mesh.devices.flat), ""), ResultPlaces()
+    uncached, places = ExecutableCache(None, tuple(mesh.devices.flat), ""), ResultPlaces(replicated(mesh))
     for variant in variants:
         more = json.loads(variant)
         with (

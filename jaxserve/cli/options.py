@@ -58,7 +58,7 @@ DisableCustomAllReduce = Annotated[
     bool,
     typer.Option(
         "--disable-custom-all-reduce/--no-disable-custom-all-reduce",
-        help="Have NCCL make all sums over devices, and no kernel of our own those of decode steps.",
+        help="Have NCCL make all sums over devices, and no kernel of our own those of small steps.",
     ),
 ]
 MaxTpotMs = Annotated[

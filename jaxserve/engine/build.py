@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_pace import StepPace
 from jaxserve.engine.waiting_queue import SchedulingOrder
+from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import unsupported_reason
 from jaxserve.kernels.peer_memory import PeerLayout, PeerMemory, make_peer_memory
 from jaxserve.models.draft_head import DraftHead
 from jaxserve.models.params import LlamaParams, init_params
@@ -217,7 +219,9 @@ def build_runner(
         program_folder=program_folder() if cluster is None else None,  # a program of several hosts cannot be kept
         offload=offload,
         drafting=drafting,
-        peers=None if config.disable_custom_all_reduce else _peer_memory(device_config, mesh, limits.max_num_seqs),
+        peers=None
+        if config.disable_custom_all_reduce
+        else _peer_memory(device_config, mesh, dtype, limits.max_num_seqs),
     )
     runner.warm_up(progress, compares=cluster is None)
     usable, usable_as = usable_bytes(config, mesh)
@@ -228,13 +232,19 @@ def build_runner(
     return BuiltRunner(runner, model_config, mesh, dtype, limits, buckets)
 
 
-def _peer_memory(model_config: ModelConfig, mesh: Mesh, max_num_seqs: int) -> PeerMemory | None:
-    """Memory that devices exchange the sums of decode steps through; None where they cannot, or have nothing to sum."""
+def _peer_memory(model_config: ModelConfig, mesh: Mesh, dtype: jnp.dtype, max_num_seqs: int) -> PeerMemory | None:
+    """Memory that devices exchange the sums of small steps through; None where they cannot, or have nothing to sum."""
     devices = list(mesh.devices.flat)
     alone = len(devices) == 1 or devices[0].platform != "gpu"
     if alone or len(devices).bit_count() > 1 or any(device.process_index != jax.process_index() for device in devices):
         return None
-    return make_peer_memory(mesh, TENSOR_AXIS, PeerLayout(len(devices), max_num_seqs, 4 * model_config.hidden_size))
+    rows = max(max_num_seqs, _GPU_BALANCED_TOKENS)  # of a step that decodes, and takes on pieces of prompts
+    layout = PeerLayout(len(devices), rows, 4 * model_config.hidden_size)
+    row: Any = jax.ShapeDtypeStruct((1, model_config.hidden_size), dtype)
+    if (reason := unsupported_reason(row, row, layout)) is not None:
+        logger.warning("NCCL makes all sums over devices: %s", reason)
+        return None
+    return make_peer_memory(mesh, TENSOR_AXIS, layout)
 
 
 def build_engine(

@@ -6,13 +6,14 @@ layer anew for every bucket would keep the first user waiting for minutes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxserve.engine.decode_state import DecodeState
 from jaxserve.engine.device_batch import Bucket, packed_size
@@ -42,15 +43,19 @@ class ResultPlaces:
 
     A program whose arrays stay where they were is launched as it is; else XLA changes a launch graph of some hundred
     kernels before each launch, which takes the host as long as launching it.
+
+    Args:
+        sharding: of all these arrays.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sharding: NamedSharding) -> None:
+        self._sharding = sharding
         self._arrays: dict[Any, jax.Array] = {}
 
     def take(self, what: str, like: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
         """The array of that name and shape that is to be written over. Nobody may read it any more."""
         array = self._arrays.pop((what, like.shape, like.dtype), None)
-        return jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding) if array is None else array
+        return put_replicated(np.zeros(like.shape, like.dtype), self._sharding) if array is None else array
 
     def keep(self, what: str, array: jax.Array) -> None:
         """Has a later step write over this array, all readers of which are launched before that step is."""
@@ -160,7 +165,7 @@ class ForwardCompiler:
     params: LlamaParams
     cache: KVCache
     state: DecodeState
-    places: ResultPlaces = field(default_factory=ResultPlaces)
+    places: ResultPlaces
     peers: PeerMemory | None = None
 
     def whole(self, bucket: Bucket, num_logits: int) -> WholeForward:

@@ -130,7 +130,7 @@ class ModelRunner:
         )
         self._outer = without_layers(params)
         self._hidden = self._like((buckets.prefill_tokens[-1], config.hidden_size), params.embedding.dtype)
-        self._places = ResultPlaces()
+        self._places = ResultPlaces(self._replicated)
         self._forward: dict[Bucket, ForwardExecutor] = {}
         self._serving: dict[Bucket, Bucket] = {}  # whose program runs a bucket's steps; others: their own
         self._sample: dict[SampleProgram, Any] = {}
