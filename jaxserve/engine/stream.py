@@ -28,7 +28,7 @@ class GenerationStream(AsyncIterator[RequestOutput]):
         self._unfinished = num_choices
         self._started: set[int] = set()
         self._pending: dict[tuple[int, bool], RequestOutput | _JoinedOutput] = {}  # by choice, and whether it had begun
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
         self._loop = asyncio.get_running_loop()
 
     def abort(self, index: int | None = None) -> None:
@@ -40,7 +40,7 @@ class GenerationStream(AsyncIterator[RequestOutput]):
         if self._unfinished:
             self._unfinished = 0
             self._pending.clear()
-            self._arrived.set()
+            self._wake()
             self.abort()
 
     def deliver(self, output: RequestOutput) -> None:
@@ -56,7 +56,7 @@ class GenerationStream(AsyncIterator[RequestOutput]):
             pending.add(output)
         else:
             self._pending[key] = _JoinedOutput(pending, output)
-        self._arrived.set()
+        self._wake()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -65,14 +65,18 @@ class GenerationStream(AsyncIterator[RequestOutput]):
     async def __anext__(self) -> RequestOutput:
         while self._unfinished:
             if not self._pending:
-                self._arrived.clear()
-                await self._arrived.wait()
+                self._waiter = self._loop.create_future()
+                await self._waiter
                 continue
             output = self._take()
             if output.finish_reason is not None:
                 self._unfinished -= 1
             return output
         raise StopAsyncIteration
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _take(self) -> RequestOutput:
         key = next(iter(self._pending))

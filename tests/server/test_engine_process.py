@@ -171,6 +171,7 @@ def test_sigterm_to_both_lets_running_answers_end(server: ServerProcess, client:
     wait_ended(engine)
 
 
+@pytest.mark.long  # what is raised there is tested over a fake device
 def test_what_is_wrong_as_it_loads_is_one_line(tiny_model_dir: Path, home: Path, tmp_path: Path) -> None:
     refused = arguments(tiny_model_dir, "--tensor-parallel-size", "64")
     with server_process(refused, tmp_path / "log", home=home) as server:
