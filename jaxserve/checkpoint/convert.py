@@ -143,6 +143,7 @@ def _write_weights(
             _require_space(model, config, [piece], folder.path)
             save_piece(arrays, specs[piece], config.num_heads, folder.weights / piece)
             folder.add_finished(piece, {name: ArrayInfo.of(array) for name, array in arrays.items()})
+            del arrays  # before the next ones are read
     return {f"{piece}/{name}": info for piece in pieces for name, info in folder.finished[piece].items()}
 
 

@@ -154,7 +154,7 @@ class _EndsTogether(ocp.type_handlers.TypeHandler):
 
 class _NumpyHandler(_EndsTogether, ocp.type_handlers.NumpyHandler):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(deepcopy_host_arrays=False)  # nobody changes them meanwhile
         self._writes: list[Any] = []
 
     async def serialize(
