@@ -9,9 +9,14 @@ _DEFAULT_SHARE = 0.75  # JAX's own, where nothing is said
 _FILLED = 0.97  # of what JAX has that can be planned with: what lies between arrays is lost
 
 
-def claim_device_memory(share: float) -> None:
-    """Has JAX take this share of each GPU's memory, unless the environment says how much. Before anything uses JAX."""
-    os.environ.setdefault(_VARIABLE, f"{share:g}")
+def claim_device_memory(share: float, num_devices: int = 1) -> None:
+    """Has JAX take this share of a GPU's memory, unless the environment says how much. Before anything uses JAX.
+
+    Several devices that share a model are left JAX's own share: NCCL takes memory beside it, and one start of a model on
+    two cards ran out of that with 90%.
+    """
+    if num_devices == 1:
+        os.environ.setdefault(_VARIABLE, f"{share:g}")
 
 
 def usable_device_bytes(limit: int, share: float) -> int:

@@ -19,6 +19,12 @@ def test_a_share_that_was_claimed_is_what_is_planned_with_but_for_gaps(monkeypat
     assert usable_device_bytes(int(0.9 * CARD), 0.5) == pytest.approx(0.5 * CARD)
 
 
+def test_devices_that_share_a_model_leave_what_jax_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    claim_device_memory(0.9, num_devices=2)
+    assert usable_device_bytes(int(0.75 * CARD), 0.9) == pytest.approx(0.75 * 0.97 * CARD)
+
+
 def test_what_the_environment_says_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")
     claim_device_memory(0.9)

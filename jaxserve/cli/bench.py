@@ -131,7 +131,7 @@ def run(
                 client_processes=client_processes, on_summary=show, folder=folder_of(output), command=sys.argv,
             )  # fmt: skip
         else:
-            claim_device_memory(gpu_memory_utilization)
+            claim_device_memory(gpu_memory_utilization, tensor_parallel_size)
             settings: dict[str, Any] = {
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": max_num_batched_tokens,

@@ -128,7 +128,7 @@ def serve(
             max_num_queued_tokens=max_num_queued_tokens,
             speculative_config=read_speculative_config(speculative_config, speculative_synthetic_acceptance),
         )
-        claim_device_memory(engine_config.gpu_memory_utilization)
+        claim_device_memory(engine_config.gpu_memory_utilization, engine_config.tensor_parallel_size)
         server_config = ServerConfig(
             host=host,
             port=port,

@@ -39,10 +39,9 @@ class ForwardExecutor(Protocol):
 
 
 class ResultPlaces:
-    """Where steps find what they are told and leave what they give, which the next step writes over.
+    """Where steps leave what they give, which the next step writes over.
 
-    A program whose arrays stay where they were is launched as it is; else XLA changes a launch graph of some hundred
-    kernels before each launch, which takes the host as long as launching it.
+    XLA changes the launch graph of a program before each launch for every array that has moved since the last one.
 
     Args:
         sharding: of all these arrays.
@@ -52,7 +51,7 @@ class ResultPlaces:
         self._sharding = sharding
         self._arrays: dict[Any, jax.Array] = {}
 
-    def take(self, what: str, like: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
+    def take(self, what: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         """The array of that name and shape that is to be written over. Nobody may read it any more."""
         array = self._arrays.pop((what, like.shape, like.dtype), None)
         return put_replicated(np.zeros(like.shape, like.dtype), self._sharding) if array is None else array
@@ -67,7 +66,6 @@ class WholeForward:
 
     Args:
         compiled: takes the arrays that its results are written over behind its other arguments.
-        write: (array, another one) -> the latter, in the place of the former.
         results: names and shapes of these results.
         peers: what it takes for sums over devices, if anything.
     """
@@ -75,13 +73,11 @@ class WholeForward:
     def __init__(
         self,
         compiled: Any,
-        write: Any,
         results: dict[str, jax.ShapeDtypeStruct],
         places: ResultPlaces,
         peers: tuple[PeerMemory, ...] = (),
     ) -> None:
         self._compiled = compiled
-        self._write = write
         self._peers = peers
         self._results = results
         self._places = places
@@ -90,8 +86,6 @@ class WholeForward:
         self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array, *drafts: Drafts
     ) -> ForwardResult:
         places = tuple(self._places.take(name, like) for name, like in self._results.items())
-        packed = self._write(self._places.take("packed", packed), packed)
-        self._places.keep("packed", packed)
         result = self._compiled(params, cache, state, packed, (*drafts, *self._peers), places)
         for name in self._results:
             self._places.keep(name, getattr(result, name))
@@ -186,9 +180,7 @@ class ForwardCompiler:
             lambda: function.lower(self.params, self.cache, self.state, packed, (*drafts, *peers), places),
             bucket=bucket,
         )
-        write = jax.jit(lambda place, value: value, donate_argnums=(0,), keep_unused=True)
-        written = self.programs.load_or_compile(f"write {packed.shape}", lambda: write.lower(packed, packed))
-        return WholeForward(compiled, written, results, self.places, peers)
+        return WholeForward(compiled, results, self.places, peers)
 
     def layerwise(self, bucket: Bucket, num_logits: int) -> LayerwiseForward:
         """One bucket's begin, layer and end."""
