@@ -7,6 +7,7 @@ longer than loading what came out of it. A file here is used only by the same so
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import pickle
@@ -98,20 +99,37 @@ class ExecutableCache:
             _store(path, compiled)
         return compiled
 
+    def load_or_measure(self, name: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """What was measured of these programs at the first start with them, so that all starts decide alike by it."""
+        path = self._path(name, "measured")
+        if path is not None:
+            try:
+                found = json.loads(path.read_text())
+                os.utime(path)
+                return {str(key): float(value) for key, value in found.items()}
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                logger.warning("%s cannot be used and is measured anew: %s", path, error)
+        measured = measure()
+        if path is not None:
+            _write(path, json.dumps(measured).encode())
+        return measured
+
     def remove_unused(self) -> None:
         """Deletes programs that no start has used for a month: of older source, versions, sizes."""
         if self._folder is None or not self._folder.is_dir():
             return
         oldest = time.time() - _UNUSED_SECONDS
-        for path in self._folder.glob("*.executable"):
+        for path in [*self._folder.glob("*.executable"), *self._folder.glob("*.measured")]:
             if path.stat().st_mtime < oldest:
                 path.unlink(missing_ok=True)
 
-    def _path(self, name: str) -> Path | None:
+    def _path(self, name: str, kind: str = "executable") -> Path | None:
         if self._folder is None:
             return None
         digest = hashlib.sha256(f"{self._context}\n{name}".encode()).hexdigest()
-        return self._folder / f"{digest}.executable"
+        return self._folder / f"{digest}.{kind}"
 
 
 def _load(path: Path, devices: Sequence[jax.Device]) -> Any:  # pyright: ignore[reportInvalidTypeForm]
@@ -132,12 +150,21 @@ def _load(path: Path, devices: Sequence[jax.Device]) -> Any:  # pyright: ignore[
 def _store(path: Path, compiled: Any) -> None:
     try:
         data = pickle.dumps(serialize_executable.serialize(compiled))
+    except (ValueError, NotImplementedError, pickle.PicklingError, jax.errors.JaxRuntimeError) as error:
+        logger.warning("a compiled program could not be kept in %s; the next start compiles it again: %s", path, error)
+        return
+    _write(path, data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all; where it cannot be written the next start does without."""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(data)
         os.replace(file.name, path)
-    except (OSError, ValueError, NotImplementedError, pickle.PicklingError, jax.errors.JaxRuntimeError) as error:
-        logger.warning("a compiled program could not be kept in %s; the next start compiles it again: %s", path, error)
+    except OSError as error:
+        logger.warning("what was compiled could not be kept in %s; the next start does it again: %s", path, error)
 
 
 def _source_digest() -> str:

@@ -133,7 +133,7 @@ async def test_client_processes_share_the_load(client: str) -> None:
     assert [record.output_tokens for record in result.records] == [20] * 8
     assert all(record.error is None for record in result.records)
     lengths = [sampling.max_tokens for _, sampling in engine.submitted]
-    assert lengths[:2] == [1, 1] and set(lengths[2:]) == {20}  # each client had its first answer before anything was measured
+    assert lengths[:2] == [1, 1] and set(lengths[2:]) == {20}  # each client had an answer before any was measured
 
 
 @asynccontextmanager

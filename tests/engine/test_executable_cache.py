@@ -135,3 +135,24 @@ def test_a_gpus_programs_take_cublas_for_more_than_one_token_and_nothing_is_aske
     for options in (decode, mixed):
         assert not options["xla_gpu_enable_triton_gemm"]
         assert options["xla_gpu_autotune_level"] == 0
+
+
+def test_what_the_first_start_measured_holds_for_the_next_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured: list[dict[str, float]] = []
+
+    def measure() -> dict[str, float]:
+        measured.append({"small": 1.5, "large": 2.0 + len(measured)})
+        return measured[-1]
+
+    def start(folder: Path | None, name: str = "steps") -> dict[str, float]:
+        return ExecutableCache(folder, jax.devices()[:1], "context").load_or_measure(name, measure)
+
+    assert start(tmp_path) == start(tmp_path) == measured[0] and len(measured) == 1
+    assert start(tmp_path, "others") == measured[1]
+    for path in tmp_path.glob("*.measured"):
+        path.write_text('["cut')
+    assert start(tmp_path) == measured[2] != measured[0]
+    assert "is measured anew" in caplog.text
+    assert start(None) == measured[3]

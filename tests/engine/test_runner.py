@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import runner as runner_module
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.device_batch import Bucket, Sizes
+from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.request import Request
 from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.schedule import DecodeRow, PrefillChunk, ScheduledBatch
@@ -137,6 +139,25 @@ def test_a_larger_program_that_is_faster_serves_the_steps_of_a_smaller_one(monke
     monkeypatch.setattr(runner_module, "fastest_programs", lambda seconds: dict.fromkeys(seconds, larger))
     assert tokens() == own
     assert used == [Bucket(0, 2, 3), larger]
+
+
+def test_programs_are_chosen_by_what_was_measured_or_kept_from_an_earlier_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow, fast = Bucket(0, 2, 3), Bucket(1, 2, 4)
+    measured: list[dict[str, float]] = []
+
+    def kept(cache: ExecutableCache, name: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        del cache
+        assert str(slow) in name and str(fast) in name
+        measured.append(measure())
+        return {bucket: 1.0 if bucket == str(fast) else 2.0 for bucket in measured[-1]}
+
+    monkeypatch.setattr(ExecutableCache, "load_or_measure", kept)
+    runner = whole_program_runner()
+    assert all(seconds > 0 for seconds in measured[0].values())
+    chunk = PrefillChunk(prompt_sequence(3), 0, 0, (2, 7, 5), (0,), True, 0)
+    assert runner.launch_forward(ScheduledBatch(decode=(), prefill=(chunk,))).bucket == fast
 
 
 def test_sums_that_are_left_to_the_norms_give_the_same_tokens() -> None:
