@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
+_OLD_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX takes either, and refuses both together
 _DEFAULT_SHARE = 0.75  # JAX's own, where nothing is said
 _FILLED = 0.97  # of what JAX has that can be planned with: what lies between arrays is lost
 
@@ -15,8 +16,8 @@ def claim_device_memory(share: float, num_devices: int = 1) -> None:
     Several devices that share a model are left JAX's own share: NCCL takes memory beside it, and one start of a model on
     two cards ran out of that with 90%.
     """
-    if num_devices == 1:
-        os.environ.setdefault(_VARIABLE, f"{share:g}")
+    if num_devices == 1 and not _told():
+        os.environ[_VARIABLE] = f"{share:g}"
 
 
 def usable_device_bytes(limit: int, share: float) -> int:
@@ -26,5 +27,10 @@ def usable_device_bytes(limit: int, share: float) -> int:
         limit: what JAX has taken of it.
         share: of the whole memory that may be used.
     """
-    whole = limit / float(os.environ.get(_VARIABLE, _DEFAULT_SHARE))
+    whole = limit / float(_told() or _DEFAULT_SHARE)
     return int(min(whole * share, limit * _FILLED))
+
+
+def _told() -> str:
+    """The share that the environment says; empty: it says none."""
+    return os.environ.get(_VARIABLE, "") or os.environ.get(_OLD_VARIABLE, "")

@@ -9,29 +9,35 @@ import pytest
 from jaxserve.device_memory import claim_device_memory, usable_device_bytes
 
 CARD = 80_000_000_000
+VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def test_a_share_that_was_claimed_is_what_is_planned_with_but_for_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, "")  # as JAX takes it: nothing is said; and so it is put back afterwards
+
+
+def test_a_share_that_was_claimed_is_what_is_planned_with_but_for_gaps() -> None:
     claim_device_memory(0.9)
-    assert float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == 0.9
+    assert float(os.environ["XLA_CLIENT_MEM_FRACTION"]) == 0.9
     assert usable_device_bytes(int(0.9 * CARD), 0.9) == pytest.approx(0.9 * 0.97 * CARD)
     assert usable_device_bytes(int(0.9 * CARD), 0.5) == pytest.approx(0.5 * CARD)
 
 
-def test_devices_that_share_a_model_leave_what_jax_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+def test_devices_that_share_a_model_leave_what_jax_leaves() -> None:
     claim_device_memory(0.9, num_devices=2)
     assert usable_device_bytes(int(0.75 * CARD), 0.9) == pytest.approx(0.75 * 0.97 * CARD)
 
 
-def test_what_the_environment_says_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_what_the_environment_says_is_left_alone(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "0.4")
     claim_device_memory(0.9)
+    assert [os.environ[each] for each in VARIABLES if os.environ[each]] == ["0.4"]  # JAX refuses to be told twice
     assert usable_device_bytes(int(0.4 * CARD), 0.9) == pytest.approx(0.4 * 0.97 * CARD)
 
 
-def test_where_jax_was_used_before_its_own_share_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+def test_where_jax_was_used_before_its_own_share_is_the_limit() -> None:
     assert usable_device_bytes(int(0.75 * CARD), 0.9) == pytest.approx(0.75 * 0.97 * CARD)
     assert usable_device_bytes(int(0.75 * CARD), 0.6) == pytest.approx(0.6 * CARD)

@@ -87,7 +87,7 @@ class Card:
 
 @pytest.fixture(autouse=True)
 def jax_takes_whole_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.0")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "1.0")
 
 
 def limits_on_a_card(in_use: float, **options: Any) -> SchedulerLimits:
