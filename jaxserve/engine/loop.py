@@ -131,9 +131,10 @@ class EngineLoop:
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Runs a function in the engine's thread, between steps; it must be quick. Any thread.
 
-        The result raises `EngineStoppedError` if the thread has ended.
+        The result raises `EngineStoppedError` if the thread has ended. It cannot be cancelled.
         """
         call = _Call(function, Future())
+        call.result.set_running_or_notify_cancel()  # a cancelled one would raise in the engine's thread
         with self._end_lock:
             if not self._ended:
                 self._commands.put(call)

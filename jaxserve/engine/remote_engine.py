@@ -159,6 +159,7 @@ class RemoteEngine:
         The result raises whatever is wrong with the source, and `EngineStoppedError`.
         """
         compiled: Future[Constraint] = Future()
+        compiled.set_running_or_notify_cancel()  # it cannot be cancelled, as no call can
 
         def done(call: Future[None]) -> None:
             error = call.exception()
@@ -224,6 +225,7 @@ class RemoteEngine:
     def _call(self, name: CallName, argument: Any = None) -> Future[Any]:
         number = next(self._ids)
         result: Future[Any] = Future()
+        result.set_running_or_notify_cancel()  # a cancelled one would raise in the thread that brings outputs
         with self._end_lock:
             if not self._ended:
                 self._calls[number] = result

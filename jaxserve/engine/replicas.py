@@ -319,6 +319,7 @@ def _combined(replicas: Sequence[EngineStats | None], device_kind: str) -> Engin
 def _sum(parts: Sequence[Future[int]]) -> Future[int]:
     """The sum of what all parts give; an error of one of them."""
     total: Future[int] = Future()
+    total.set_running_or_notify_cancel()  # it cannot be cancelled, as no part can
     lock = threading.Lock()
     missing = len(parts)
 

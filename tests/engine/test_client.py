@@ -488,6 +488,18 @@ def test_the_prefix_cache_is_flushed() -> None:
         assert client.stats().cached_prompt_tokens == 8
 
 
+def test_a_flush_that_nobody_waits_for_any_more_does_no_harm() -> None:
+    gate = Gate()
+    with engine(gate=gate) as client:
+        collected = Collected()
+        client.submit_with_callback(PROMPT, SamplingParams(max_tokens=4, seed=3, ignore_eos=True), collected)
+        flushed = client.flush_prefix_cache()
+        flushed.cancel()  # as asyncio does it when its waiter is cancelled
+        gate.opened.set()
+        assert collected.tokens() == solo_tokens(PROMPT, 3, 4)
+        assert client.is_ready
+
+
 def test_salts_reach_the_cache() -> None:
     prompt = list(range(10))
     with engine() as client:

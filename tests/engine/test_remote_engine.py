@@ -163,6 +163,13 @@ def test_prompts_are_pinned_and_the_cache_is_flushed(engine: RemoteEngine) -> No
     assert isinstance(refusal(lambda: engine.pin_prompt((1,) * 100)), RequestError)
 
 
+def test_a_call_that_nobody_waits_for_any_more_does_no_harm(engine: RemoteEngine) -> None:
+    for call in (engine.flush_prefix_cache(), engine.compile_constraint(((1,),))):
+        call.cancel()  # as asyncio does it when its waiter is cancelled
+    assert [token for output in ask(engine) for token in output.token_ids] == solo_tokens(PROMPT, 3, 6)
+    assert engine.failure is None
+
+
 def test_constraints_are_compiled_in_the_engine_s_process(engine: RemoteEngine) -> None:
     words = ((3, 4), (5,), (6, 7))
     constraint = engine.compile_constraint(words).result(TIMEOUT)
