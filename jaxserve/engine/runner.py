@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +27,9 @@ from jaxserve.engine.processor_state import (
     ProcessorState,
     empty_processors,
     slot_processors,
-    slot_processors_like,
 )
 from jaxserve.engine.program_choice import fastest_programs
+from jaxserve.engine.program_compiler import ProgramCompiler, SampleProgram
 from jaxserve.engine.programs import PROMPT_LOGPROBS_BLOCK, ProgramFactory, without_layers
 from jaxserve.engine.schedule import DraftedTokens, SampledTokens, ScheduledBatch
 from jaxserve.engine.speculator import Drafting, Speculator
@@ -50,14 +48,6 @@ logger = logging.getLogger(__name__)
 # Runs of a program before it takes what it always takes: the first loads its code, the second makes its launch graph.
 _SETTING_UP = 2
 _TIMED = 4
-
-
-class SampleProgram(NamedTuple):
-    """Which compiled sampling program: for so many rows of logits, of that kind, with masks or without."""
-
-    rows: int
-    mode: SamplingMode
-    masked: bool
 
 
 class Runner(Protocol):
@@ -130,8 +120,6 @@ class ModelRunner:
             empty_processors(sizes.max_num_seqs, config.vocab_size), self._replicated
         )
         self._outer = without_layers(params)
-        self._hidden = self._like((buckets.prefill_tokens[-1], config.hidden_size), params.embedding.dtype)
-        self._places = ResultPlaces(self._replicated)
         self._forward: dict[Bucket, ForwardExecutor] = {}
         self._serving: dict[Bucket, Bucket] = {}  # whose program runs a bucket's steps; others: their own
         self._sample: dict[SampleProgram, Any] = {}
@@ -144,38 +132,15 @@ class ModelRunner:
         Args:
             compares: choose between programs by what they take here; False where other hosts must choose the same.
         """
-        buckets = self._buckets.all()
-        sampling = [
-            SampleProgram(rows, mode, masked)
-            for rows in self._buckets.sample_rows
-            for masked, modes in ((False, self._buckets.sampling_modes), (True, self._buckets.masked_modes))
-            for mode in modes
-        ]
         speculating: list[Callable[[], None]] = []
         if self._speculator is not None:
             speculating = self._speculator.jobs(self._programs, self._cache, self._state, self._processors)
-        with (
-            progress.task("compiling", len(buckets) + len(sampling) + 2 + len(speculating), "programs") as advance,
-            ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
-        ):
-            forward: dict[Future[Any], Bucket] = {
-                pool.submit(self._compile_forward, bucket): bucket for bucket in buckets
-            }
-            sample: dict[Future[Any], SampleProgram] = {
-                pool.submit(self._compile_sample, program): program for program in sampling
-            }
-            set_slot = pool.submit(self._compile_set_slot)
-            prompt_logprobs = pool.submit(self._compile_prompt_logprobs)
-            others: list[Future[Any]] = [pool.submit(job) for job in speculating]
-            for future in as_completed([*forward, *sample, set_slot, prompt_logprobs, *others]):
-                if future in forward:
-                    self._forward[forward[future]] = future.result()
-                elif future in sample:
-                    self._sample[sample[future]] = future.result()
-                else:
-                    future.result()
-                advance(1)
-            self._set_slot, self._prompt_logprobs = set_slot.result(), prompt_logprobs.result()
+        arrays = self._params, self._cache, self._state
+        forward = ForwardCompiler(self._factory, self._programs, *arrays, ResultPlaces(self._replicated), self._peers)
+        compiler = ProgramCompiler(forward, self._processors, self._buckets, self._layerwise)
+        compiled = compiler.compile_all(progress, speculating)
+        self._forward, self._sample = compiled.forward, compiled.sample
+        self._set_slot, self._prompt_logprobs = compiled.set_slot, compiled.prompt_logprobs
         if self.page_copier is not None:
             self.page_copier.compile(self._programs, self._cache)
         self._programs.remove_unused()
@@ -377,14 +342,14 @@ class ModelRunner:
         """Writes the penalties and biases of sequences that begin to decode with this step."""
         for chunk in batch.prefill:
             if chunk.samples and chunk.sequence.request.sampling.changes_logits:
-                row = slot_processors(chunk.sequence, chunk.slot, self._longest, self._vocab_size)
+                row = slot_processors(chunk.sequence, chunk.slot, self._sizes.longest, self._vocab_size)
                 self._processors = self._set_slot(self._processors, *put_replicated(row.arrays(), self._replicated))
 
     def _launch_prompt_logprobs(self, logits: PendingLogits) -> tuple[Logprobs, ...]:
         """Log probabilities of what follows each prefill token, if a chunk's request wants them."""
         if not any(chunk.sequence.wants_prompt_logprobs for chunk in logits.batch.prefill):
             return ()
-        next_ids = np.zeros(self._hidden.shape[0], np.int32)
+        next_ids = np.zeros(self._factory.max_prefill_tokens, np.int32)
         end = 0
         for chunk in logits.batch.prefill:
             following = chunk.sequence.token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
@@ -398,55 +363,6 @@ class ModelRunner:
             self._prompt_logprobs(self._outer, logits.hidden, ids, put_replicated(np.int32(first), self._replicated))
             for first in firsts
         )
-
-    def _compile_forward(self, bucket: Bucket) -> ForwardExecutor:
-        started = time.perf_counter()
-        arrays = self._params, self._cache, self._state
-        compiler = ForwardCompiler(self._factory, self._programs, *arrays, self._places, self._peers)
-        compile_one = compiler.layerwise if self._layerwise else compiler.whole
-        executor = compile_one(bucket, self._buckets.sample_rows_for(bucket))
-        logger.info("forward, %s: ready after %.1f s", bucket, time.perf_counter() - started)
-        return executor
-
-    def _compile_sample(self, program: SampleProgram) -> Any:
-        started = time.perf_counter()
-        rows, mode, masked = program
-        inputs = [self._like((rows, self._vocab_size), jnp.float32), self._like((rows,), jnp.int32)]
-        if masked:
-            inputs.append(self._like((rows, self._mask_words), jnp.int32))
-
-        def lower() -> jax.stages.Lowered:
-            factory = self._factory
-            if mode == "full":
-                full = factory.sample_masked_full() if masked else factory.sample_full()
-                return jax.jit(full, donate_argnums=(0, 1)).lower(self._state, self._processors, *inputs)
-            function = factory.sample_masked(mode) if masked else factory.sample(mode)
-            return jax.jit(function, donate_argnums=(0,)).lower(self._state, *inputs)
-
-        name = f"sample {mode} {rows}" + (" masked" if masked else "")
-        compiled = self._programs.load_or_compile(name, lower)
-        logger.info("%s rows: ready after %.1f s", name, time.perf_counter() - started)
-        return compiled
-
-    def _compile_set_slot(self) -> Any:
-        function = jax.jit(self._factory.set_slot(), donate_argnums=(0,))
-        example = slot_processors_like(self._longest, self._like)
-        return self._programs.load_or_compile("set slot", lambda: function.lower(self._processors, *example))
-
-    def _compile_prompt_logprobs(self) -> Any:
-        function = jax.jit(self._factory.prompt_logprobs())
-        ids, first = self._like((self._hidden.shape[0],), jnp.int32), self._like((), jnp.int32)
-        return self._programs.load_or_compile(
-            f"prompt logprobs {self._hidden.shape}", lambda: function.lower(self._outer, self._hidden, ids, first)
-        )
-
-    @property
-    def _longest(self) -> int:
-        """Tokens that the page table of one sequence has room for."""
-        return self._sizes.pages_per_seq * self._sizes.page_size
-
-    def _like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
 
 
 def _device_bytes(arrays: Any) -> int:
