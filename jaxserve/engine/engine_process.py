@@ -197,15 +197,15 @@ class _Host:
         future.add_done_callback(lambda compiled: self._submit_compiled(hosted, command, compiled))
 
     def _submit_compiled(self, hosted: HostedEngine, command: Submit, compiled: Future[Constraint]) -> None:
-        with self._lock:
+        with self._lock:  # to the end: an abort comes before it, or finds the request in the engine
             if self._compiling.pop(command.request_id, None) is None:
                 return  # aborted meanwhile
-        try:
-            sampling = dataclasses.replace(command.sampling, constraint=compiled.result())
-        except Exception as error:
-            self._refuse(command, error, is_retryable=False)
-            return
-        self._submit_now(hosted, dataclasses.replace(command, sampling=sampling))
+            try:
+                sampling = dataclasses.replace(command.sampling, constraint=compiled.result())
+            except Exception as error:
+                self._refuse(command, error, is_retryable=False)
+                return
+            self._submit_now(hosted, dataclasses.replace(command, sampling=sampling))
 
     def _submit_now(self, hosted: HostedEngine, command: Submit) -> None:
         prompt = tuple(array("i", command.prompt_bytes))
@@ -222,6 +222,9 @@ class _Host:
             self._refuse(command, error, is_retryable=False)
         except (QueueFullError, EngineStoppedError) as error:  # a replica is gone, or the engine fails just now
             self._refuse(command, error, is_retryable=True)
+        except Exception as error:  # a fault with one request must neither end the others nor let it wait for ever
+            logger.exception("%s cannot be submitted", command.request_id)
+            self._refuse(command, error, is_retryable=False)
 
     def _refuse(self, command: Submit, error: Exception, *, is_retryable: bool) -> None:
         self._end(command, "error", error=str(error), is_retryable=is_retryable)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.config import EngineConfig
-from jaxserve.constraint import Constraint
+from jaxserve.constraint import Constraint, TokenConstraint
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.process_messages import HostedEngine
 from jaxserve.engine.request import RequestError
@@ -45,12 +47,38 @@ def start_fake(folder: Path, config: EngineConfig, progress: Progress) -> Hosted
     )
     engine.start()
     logger.info("started")
-    return HostedEngine(engine, compile_rule)
+    return HostedEngine(engine, lambda source: compile_rule(source, folder))
 
 
-def compile_rule(source: tuple[tuple[int, ...], ...]) -> Future[Constraint]:
-    """A rule of words from their sets."""
+@dataclass(frozen=True)
+class HeldRule:
+    """A rule that begins with a file "beginning", and goes on when there is no file "held" any more."""
+
+    rule: WordRule
+    folder: Path
+
+    def start(self) -> TokenConstraint:
+        (self.folder / "beginning").touch()
+        while (self.folder / "held").exists():
+            time.sleep(0.02)
+        if (self.folder / "broken").exists():
+            raise RuntimeError("a rule that cannot begin")
+        return self.rule.start()
+
+
+def compile_rule(source: tuple[tuple[int, ...], ...], folder: Path) -> Future[Constraint]:
+    """A rule of words from their sets; of one that begins with an empty set a `HeldRule`, when no file is "compiling"."""
     rule: Future[Constraint] = Future()
+    if source and not source[0]:
+        held = HeldRule(WordRule(source[1:], len(source) - 1, jumps=False), folder)
+
+        def compile_held() -> None:
+            while (folder / "compiling").exists():
+                time.sleep(0.001)
+            rule.set_result(held)
+
+        threading.Thread(target=compile_held).start()
+        return rule
     if source:
         rule.set_result(WordRule(source, len(source), jumps=False))
     else:

@@ -153,6 +153,30 @@ def test_an_abort_ends_a_request_or_a_choice(engine: RemoteEngine, folder: Path)
     until(lambda: engine.stats().num_free_pages == engine.stats().num_pages)
 
 
+def test_an_abort_ends_a_request_whose_constraint_is_there_just_now(engine: RemoteEngine, folder: Path) -> None:
+    received = Collected()
+    with closed(folder):
+        for name in ("compiling", "held"):
+            (folder / name).touch()
+        sampling = SamplingParams(constraint=ConstraintSource(((), (3, 4), (5,))))
+        request_id = engine.submit_with_callback(PROMPT, sampling, received)
+        engine.compile_constraint(((1,),)).result(TIMEOUT)  # behind it: it waits to be compiled
+        (folder / "compiling").unlink()
+        until((folder / "beginning").exists)
+        engine.abort(request_id)
+        (folder / "held").unlink()
+        engine.compile_constraint(((1,),)).result(TIMEOUT)  # behind it
+    assert received.all()[-1].finish_reason == "abort"
+
+
+def test_a_constraint_that_cannot_begin_fails_its_request_alone(engine: RemoteEngine, folder: Path) -> None:
+    (folder / "broken").touch()
+    (output,) = ask(engine, SamplingParams(constraint=ConstraintSource(((), (3,)))))
+    (folder / "broken").unlink()
+    assert (output.finish_reason, output.error) == ("error", "a rule that cannot begin")
+    assert engine.failure is None and engine.num_live == 0
+
+
 def test_prompts_are_pinned_and_the_cache_is_flushed(engine: RemoteEngine) -> None:
     prompt = tuple(range(12))
     engine.pin_prompt(prompt)
