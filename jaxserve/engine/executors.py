@@ -51,6 +51,11 @@ class ResultPlaces:
         self._sharding = sharding
         self._arrays: dict[Any, jax.Array] = {}
 
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """All that there are."""
+        return tuple(self._arrays.values())
+
     def take(self, what: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         """The array of that name and shape that is to be written over. Nobody may read it any more."""
         array = self._arrays.pop((what, like.shape, like.dtype), None)

@@ -21,6 +21,7 @@ class MemoryUse:
         slots: what the device keeps of each sequence that runs, apart from keys and values.
         work_space: what the neediest compiled program takes beside its arguments, activations included.
         staging: what pages take at most on their way to host memory and back.
+        results: what steps give, which later ones write over, and the memory that devices exchange sums through.
     """
 
     weights: int
@@ -28,10 +29,11 @@ class MemoryUse:
     slots: int
     work_space: int
     staging: int = 0
+    results: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.slots + self.work_space + self.staging
+        return self.weights + self.kv_cache + self.slots + self.work_space + self.staging + self.results
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class MemoryPlan:
         raise OutOfMemoryError(
             f"the engine needs {_gib(self.use.total)} GiB of {_gib(self.usable)} GiB ({self.usable_as}): weights "
             f"{_gib(self.use.weights)}, KV pages {_gib(self.use.kv_cache)}, slots {_gib(self.use.slots)}, work space "
-            f"{_gib(self.use.work_space + self.use.staging)}; {remedy}"
+            f"{_gib(self.use.work_space + self.use.results + self.use.staging)}; {remedy}"
         )
 
     def table(self) -> str:
@@ -86,7 +88,7 @@ class MemoryPlan:
             ("weights", self.use.weights, ""),
             ("KV pages", self.use.kv_cache, f"{limits.num_pages:,} of {limits.page_size} tokens"),
             ("slots", self.use.slots, f"{limits.max_num_seqs:,} sequences at once"),
-            ("work space", self.use.work_space, "of the largest step, activations included"),
+            ("work space", self.use.work_space + self.use.results, "of the largest step, activations included"),
         ]
         if self.use.staging:
             rows.append(("page copies", self.use.staging, "on their way to host memory and back, at most"))

@@ -120,6 +120,7 @@ class ModelRunner:
             empty_processors(sizes.max_num_seqs, config.vocab_size), self._replicated
         )
         self._outer = without_layers(params)
+        self._places = ResultPlaces(self._replicated)
         self._forward: dict[Bucket, ForwardExecutor] = {}
         self._serving: dict[Bucket, Bucket] = {}  # whose program runs a bucket's steps; others: their own
         self._sample: dict[SampleProgram, Any] = {}
@@ -136,7 +137,7 @@ class ModelRunner:
         if self._speculator is not None:
             speculating = self._speculator.jobs(self._programs, self._cache, self._state, self._processors)
         arrays = self._params, self._cache, self._state
-        forward = ForwardCompiler(self._factory, self._programs, *arrays, ResultPlaces(self._replicated), self._peers)
+        forward = ForwardCompiler(self._factory, self._programs, *arrays, self._places, self._peers)
         compiler = ProgramCompiler(forward, self._processors, self._buckets, self._layerwise)
         compiled = compiler.compile_all(progress, speculating)
         self._forward, self._sample = compiled.forward, compiled.sample
@@ -220,6 +221,7 @@ class ModelRunner:
             staging=staging,
             slots=_device_bytes((self._state, self._processors)),
             work_space=max(_work_space(program) for program in programs),
+            results=_device_bytes((self._places.arrays, self._peers)),
         )
 
     def launch_forward(self, batch: ScheduledBatch) -> PendingLogits:

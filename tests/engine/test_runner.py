@@ -116,6 +116,9 @@ def test_a_step_writes_its_logits_and_hidden_states_over_those_of_the_step_befor
     assert [step.logits.is_deleted() for step in steps] == [True, True, False]
     assert [step.hidden.is_deleted() for step in steps] == [True, True, False]
     assert [step.slots.is_deleted() for step in steps] == [True, True, False]
+    use = runner.memory_use()
+    assert use.results == 4 * (3 * MODEL_CONFIG.vocab_size + 3 + 4 * MODEL_CONFIG.hidden_size)
+    assert use.total == use.weights + use.kv_cache + use.slots + use.work_space + use.results
     for executor in runner._forward.values():
         [program] = executor.programs
         memory = program.memory_analysis()
@@ -170,8 +173,8 @@ def test_sums_that_are_left_to_the_norms_give_the_same_tokens() -> None:
         later = runner.launch_sample(runner.launch_forward(ScheduledBatch(decode=rows, prefill=())))
         return [runner.fetch(step).token_ids.tolist() for step in (launched, later)]
 
-    assert (
-        tokens(whole_program_runner(2, has_peers=True))
-        == tokens(whole_program_runner(2))
-        == tokens(whole_program_runner())
-    )
+    with_peers, without = whole_program_runner(2, has_peers=True), whole_program_runner(2)
+    assert tokens(with_peers) == tokens(without) == tokens(whole_program_runner())
+    layout = PeerLayout(2, LIMITS.max_num_seqs, 4 * MODEL_CONFIG.hidden_size)
+    exchanged = 4 * (layout.words + layout.table_words)
+    assert with_peers.memory_use().results == without.memory_use().results + exchanged
