@@ -27,8 +27,20 @@ def usable_device_bytes(limit: int, share: float) -> int:
         limit: what JAX has taken of it.
         share: of the whole memory that may be used.
     """
-    whole = limit / float(_told() or _DEFAULT_SHARE)
-    return int(min(whole * share, limit * _FILLED))
+    return int(min(limit / _claimed() * share, limit * _FILLED))
+
+
+def usable_in_words(share: float) -> str:
+    """What `usable_device_bytes` are, and how they are made more."""
+    claimed = _claimed()
+    if share <= claimed:
+        return f"--gpu-memory-utilization {share:g} of the device's"
+    return f"the {claimed:g} of the device's that JAX has taken, of --gpu-memory-utilization {share:g}: {_VARIABLE} sets it"
+
+
+def _claimed() -> float:
+    """The share of the memory that JAX takes."""
+    return float(_told() or _DEFAULT_SHARE)
 
 
 def _told() -> str:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from jaxserve.device_memory import claim_device_memory, usable_device_bytes
+from jaxserve.device_memory import claim_device_memory, usable_device_bytes, usable_in_words
 
 CARD = 80_000_000_000
 VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -41,3 +41,12 @@ def test_what_the_environment_says_is_left_alone(variable: str, monkeypatch: pyt
 def test_where_jax_was_used_before_its_own_share_is_the_limit() -> None:
     assert usable_device_bytes(int(0.75 * CARD), 0.9) == pytest.approx(0.75 * 0.97 * CARD)
     assert usable_device_bytes(int(0.75 * CARD), 0.6) == pytest.approx(0.6 * CARD)
+
+
+def test_what_bounds_the_memory_is_told() -> None:
+    assert usable_in_words(0.6) == "--gpu-memory-utilization 0.6 of the device's"
+    assert usable_in_words(0.9) == (
+        "the 0.75 of the device's that JAX has taken, of --gpu-memory-utilization 0.9: XLA_CLIENT_MEM_FRACTION sets it"
+    )
+    claim_device_memory(0.9)
+    assert usable_in_words(0.9) == "--gpu-memory-utilization 0.9 of the device's"

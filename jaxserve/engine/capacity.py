@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.device_memory import usable_device_bytes
+from jaxserve.device_memory import usable_device_bytes, usable_in_words
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import OutOfMemoryError
 from jaxserve.models.kv_cache import kv_bytes_per_token
@@ -118,8 +118,7 @@ def usable_bytes(config: EngineConfig, mesh: Mesh) -> tuple[int, str]:
     if device.platform == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory"
     share = config.gpu_memory_utilization
-    usable = usable_device_bytes(device.memory_stats()["bytes_limit"], share)
-    return usable, f"--gpu-memory-utilization {share:g} of the device's"
+    return usable_device_bytes(device.memory_stats()["bytes_limit"], share), usable_in_words(share)
 
 
 def free_cache_bytes(
