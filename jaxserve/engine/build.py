@@ -33,7 +33,7 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_pace import StepPace
 from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import unsupported_reason
-from jaxserve.kernels.peer_memory import PeerLayout, PeerMemory, make_peer_memory
+from jaxserve.kernels.peer_memory import ALIGNMENT, PeerLayout, PeerMemory, make_peer_memory
 from jaxserve.models.draft_head import DraftHead
 from jaxserve.models.params import LlamaParams, init_params
 from jaxserve.models.presets import preset_config
@@ -235,16 +235,23 @@ def build_runner(
 def _peer_memory(model_config: ModelConfig, mesh: Mesh, dtype: jnp.dtype, max_num_seqs: int) -> PeerMemory | None:
     """Memory that devices exchange the sums of small steps through; None where they cannot, or have nothing to sum."""
     devices = list(mesh.devices.flat)
-    alone = len(devices) == 1 or devices[0].platform != "gpu"
-    if alone or len(devices).bit_count() > 1 or any(device.process_index != jax.process_index() for device in devices):
+    if len(devices) == 1 or devices[0].platform != "gpu":
         return None
-    rows = max(max_num_seqs, _GPU_BALANCED_TOKENS)  # of a step that decodes, and takes on pieces of prompts
-    layout = PeerLayout(len(devices), rows, 4 * model_config.hidden_size)
-    row: Any = jax.ShapeDtypeStruct((1, model_config.hidden_size), dtype)
-    if (reason := unsupported_reason(row, row, layout)) is not None:
-        logger.warning("NCCL makes all sums over devices: %s", reason)
-        return None
-    return make_peer_memory(mesh, TENSOR_AXIS, layout)
+    reason: str | None = None
+    if len(devices).bit_count() > 1:
+        reason = f"{len(devices)} devices are no power of two"
+    elif any(device.process_index != jax.process_index() for device in devices):
+        reason = "the devices belong to several processes"
+    else:
+        rows = max(max_num_seqs, _GPU_BALANCED_TOKENS)  # of a step that decodes, and takes on pieces of prompts
+        slot_bytes = -(-4 * model_config.hidden_size // ALIGNMENT) * ALIGNMENT
+        layout = PeerLayout(len(devices), rows, slot_bytes)
+        row: Any = jax.ShapeDtypeStruct((1, model_config.hidden_size), dtype)
+        reason = unsupported_reason(row, row, layout)
+        if reason is None:
+            return make_peer_memory(mesh, TENSOR_AXIS, layout)
+    logger.warning("NCCL makes all sums over devices: %s", reason)
+    return None
 
 
 def build_engine(

@@ -99,17 +99,19 @@ class ExecutableCache:
             _store(path, compiled)
         return compiled
 
-    def load_or_measure(self, name: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """What was measured of these programs at the first start with them, so that all starts decide alike by it."""
+    def load_or_measure(
+        self, name: str, parts: Sequence[str], measure: Callable[[], dict[str, float]]
+    ) -> dict[str, float]:
+        """What was measured of these parts at the first start with them, so that all starts decide alike by it."""
         path = self._path(name, "measured")
         if path is not None:
             try:
                 found = json.loads(path.read_text())
                 os.utime(path)
-                return {str(key): float(value) for key, value in found.items()}
+                return {part: float(found[part]) for part in parts}
             except FileNotFoundError:
                 pass
-            except (OSError, ValueError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, TypeError, LookupError) as error:
                 logger.warning("%s cannot be used and is measured anew: %s", path, error)
         measured = measure()
         if path is not None:

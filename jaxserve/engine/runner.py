@@ -149,8 +149,9 @@ class ModelRunner:
             self._rehearse()
             if compares:
                 undrafted = [bucket for bucket in self._forward if not bucket.num_drafts]
-                name = f"steps of {', '.join(sorted(map(str, undrafted)))}"
-                seconds = self._programs.load_or_measure(name, partial(self._measure, undrafted))
+                names = sorted(map(str, undrafted))
+                measure = partial(self._measure, undrafted)
+                seconds = self._programs.load_or_measure(f"steps of {', '.join(names)}", names, measure)
                 self._serving = fastest_programs({bucket: seconds[str(bucket)] for bucket in undrafted})
 
     def _measure(self, buckets: list[Bucket]) -> dict[str, float]:

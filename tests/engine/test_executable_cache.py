@@ -147,12 +147,16 @@ def test_what_the_first_start_measured_holds_for_the_next_ones(
         return measured[-1]
 
     def start(folder: Path | None, name: str = "steps") -> dict[str, float]:
-        return ExecutableCache(folder, jax.devices()[:1], "context").load_or_measure(name, measure)
+        return ExecutableCache(folder, jax.devices()[:1], "context").load_or_measure(name, parts, measure)
 
+    parts = ("small", "large")
     assert start(tmp_path) == start(tmp_path) == measured[0] and len(measured) == 1
     assert start(tmp_path, "others") == measured[1]
-    for path in tmp_path.glob("*.measured"):
-        path.write_text('["cut')
-    assert start(tmp_path) == measured[2] != measured[0]
-    assert "is measured anew" in caplog.text
-    assert start(None) == measured[3]
+    for damaged in ('["cut', "[1]", '{"small": 1.5}', '{"small": 1.5, "large": "?"}'):
+        for path in tmp_path.glob("*.measured"):
+            path.write_text(damaged)
+        caplog.clear()
+        assert start(tmp_path) == measured[-1]
+        assert "is measured anew" in caplog.text
+    assert len(measured) == 6
+    assert start(None) == measured[6]

@@ -150,9 +150,11 @@ def test_programs_are_chosen_by_what_was_measured_or_kept_from_an_earlier_start(
     slow, fast = Bucket(0, 2, 3), Bucket(1, 2, 4)
     measured: list[dict[str, float]] = []
 
-    def kept(cache: ExecutableCache, name: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def kept(
+        cache: ExecutableCache, name: str, parts: list[str], measure: Callable[[], dict[str, float]]
+    ) -> dict[str, float]:
         del cache
-        assert str(slow) in name and str(fast) in name
+        assert str(slow) in name and str(fast) in name and {str(slow), str(fast)} <= set(parts)
         measured.append(measure())
         return {bucket: 1.0 if bucket == str(fast) else 2.0 for bucket in measured[-1]}
 

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ OPTIONS = {
 }  # fmt: skip
 BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 ENDLESS = {**BODY, "max_tokens": 400, "stream": True}
+LONGER = {**ENDLESS, "n": 16}  # one after the other
 SECONDS = 60.0  # that a machine under load may need
 
 
@@ -54,6 +55,16 @@ def engine_process(server: ServerProcess) -> int:
     children = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
     (found,) = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
     return found
+
+
+@contextmanager
+def paused(process: int) -> Iterator[None]:
+    """No answer goes on meanwhile, however long this side takes."""
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
 
 
 def wait_ended(process: int) -> None:
@@ -115,11 +126,17 @@ def test_a_constraint_holds_and_a_wrong_one_is_told(client: httpx.Client) -> Non
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "structured_outputs.json.not")
 
 
-def test_a_client_that_leaves_ends_its_answer(client: httpx.Client) -> None:
+def test_a_client_that_leaves_ends_its_answer(server: ServerProcess, client: httpx.Client) -> None:
     aborted = metric(client, 'request_success_total{finished_reason="abort"}')
-    with client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
+    with client.stream("POST", "/v1/completions", json=LONGER) as answer:
+        assert answer.status_code == 200
         next(answer.iter_lines())
-        assert metric(client, "num_requests_running") == 1, "what has brought something is known to run"
+        is_known = False
+        while not is_known:  # between two choices nobody runs for a moment
+            with paused(engine_process(server)):
+                is_known = metric(client, "num_requests_running") == 1
+                if is_known:
+                    answer.close()
     while metric(client, 'request_success_total{finished_reason="abort"}') == aborted:
         pass
     wait_idle(client)
@@ -129,10 +146,12 @@ def test_a_client_that_leaves_ends_its_answer(client: httpx.Client) -> None:
     assert client.post("/flush_cache").json()["freed_pages"] >= 0
 
 
-def test_more_than_may_wait_are_refused(client: httpx.Client) -> None:
-    with client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
+def test_more_than_may_wait_are_refused(server: ServerProcess, client: httpx.Client) -> None:
+    with client.stream("POST", "/v1/completions", json=LONGER) as answer:
+        assert answer.status_code == 200
         next(answer.iter_lines())
-        refused = client.post("/v1/completions", json=BODY)
+        with paused(engine_process(server)):
+            refused = client.post("/v1/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
     wait_idle(client)
     assert complete(client)["usage"]["completion_tokens"] == 12
