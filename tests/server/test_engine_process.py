@@ -130,13 +130,11 @@ def test_a_client_that_leaves_ends_its_answer(server: ServerProcess, client: htt
     aborted = metric(client, 'request_success_total{finished_reason="abort"}')
     with client.stream("POST", "/v1/completions", json=LONGER) as answer:
         assert answer.status_code == 200
-        next(answer.iter_lines())
-        is_known = False
-        while not is_known:  # between two choices nobody runs for a moment
-            with paused(engine_process(server)):
-                is_known = metric(client, "num_requests_running") == 1
-                if is_known:
-                    answer.close()
+        lines = answer.iter_lines()  # held: with the iterator goes the connection
+        next(lines)
+        with paused(engine_process(server)):
+            assert metric(client, "num_requests_running") == 1, "what has brought something is known to run"
+            answer.close()
     while metric(client, 'request_success_total{finished_reason="abort"}') == aborted:
         pass
     wait_idle(client)
@@ -149,7 +147,8 @@ def test_a_client_that_leaves_ends_its_answer(server: ServerProcess, client: htt
 def test_more_than_may_wait_are_refused(server: ServerProcess, client: httpx.Client) -> None:
     with client.stream("POST", "/v1/completions", json=LONGER) as answer:
         assert answer.status_code == 200
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # held: with the iterator goes the connection
+        next(lines)
         with paused(engine_process(server)):
             refused = client.post("/v1/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
