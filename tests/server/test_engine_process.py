@@ -51,10 +51,13 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
 
 def engine_process(server: ServerProcess) -> int:
     """The process that the engine has to itself."""
-    tasks = Path(f"/proc/{server.process.pid}/task")
-    children = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
-    (found,) = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-    return found
+    found = []
+    for task in Path(f"/proc/{server.process.pid}/task").iterdir():
+        with suppress(OSError):  # a thread that has just ended
+            children = (task / "children").read_text().split()
+            found += [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    (process,) = found
+    return process
 
 
 @contextmanager
