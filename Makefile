@@ -3,6 +3,9 @@
 #   make chat  ARGS="--temperature 0.5"     talk to the default model
 #   make serve ARGS="--port 9000"           serve it over HTTP
 #   make test  ARGS="tests/engine -x"       run the tests
+#   make test-long                          soaks and large matrices
+#   make check                              lint, types, which package may import which
+#   make clean                              remove the environment
 #   PYTHON=python3.13, VENV=.venv-3.13      another interpreter, another environment
 
 VENV ?= .venv
@@ -11,7 +14,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help setup chat serve test test-long check format clean
+.PHONY: help setup chat serve test test-long check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
