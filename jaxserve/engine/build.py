@@ -17,7 +17,7 @@ from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.build_drafting import Model, check_draft_model, draft_bytes_per_token, make_drafting
 from jaxserve.engine.build_heads import place_head, random_head
-from jaxserve.engine.capacity import plan_limits, usable_bytes
+from jaxserve.engine.capacity import check_weights_fit, plan_limits, usable_bytes
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, Replica
 from jaxserve.engine.cluster import Follower, Leader
 from jaxserve.engine.cluster_runner import LeadingRunner
@@ -35,7 +35,8 @@ from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import unsupported_reason
 from jaxserve.kernels.peer_memory import ALIGNMENT, PeerLayout, PeerMemory, make_peer_memory
 from jaxserve.models.draft_head import DraftHead
-from jaxserve.models.params import LlamaParams, init_params
+from jaxserve.models.param_spec import ParamSpec
+from jaxserve.models.params import LlamaParams, init_params, param_specs
 from jaxserve.models.presets import preset_config
 from jaxserve.models.quantize_params import quantization_for, quantize_params
 from jaxserve.models.rope import with_longest_sequence
@@ -346,9 +347,12 @@ def _dummy_model(model_config: ModelConfig, config: EngineConfig, progress: Prog
     quantization = wanted_quantization(model_config, config)
     if quantization is not None:
         model_config = dataclasses.replace(model_config, quantization=quantization)
+    dtype = resolve_dtype(config, mesh)
+    specs = jax.tree.leaves(param_specs(model_config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    check_weights_fit(sum(spec.size * spec.element_type(dtype).itemsize for spec in specs), config, mesh)
     with progress.task("making random weights", None, "arrays"):
         shardings = ShardLayout(model_config, mesh.size).source_shardings(mesh)
-        return Model(model_config, init_params(model_config, config.seed or 0, resolve_dtype(config, mesh), shardings))
+        return Model(model_config, init_params(model_config, config.seed or 0, dtype, shardings))
 
 
 def program_folder() -> Path | None:

@@ -121,6 +121,26 @@ def usable_bytes(config: EngineConfig, mesh: Mesh) -> tuple[int, str]:
     return usable_device_bytes(device.memory_stats()["bytes_limit"], share), usable_in_words(share)
 
 
+def check_weights_fit(num_bytes: int, config: EngineConfig, mesh: Mesh) -> None:
+    """Before weights are made, which takes minutes and may take a machine's last memory.
+
+    Args:
+        num_bytes: of the whole model.
+
+    Raises:
+        OutOfMemoryError: they are more than the devices have room for.
+    """
+    if mesh.local_devices[0].platform == "cpu":
+        needed, there = num_bytes, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        needed, there = num_bytes // mesh.size, usable_bytes(config, mesh)[0]
+    if needed > there:
+        raise OutOfMemoryError(
+            f"the weights take {needed / _GIB:.1f} GiB of each device, and {there / _GIB:.1f} GiB are there: use a smaller "
+            "model, --quantization, or a larger --tensor-parallel-size"
+        )
+
+
 def free_cache_bytes(
     model_config: ModelConfig, config: EngineConfig, mesh: Mesh, max_num_batched_tokens: int, max_num_seqs: int
 ) -> int:

@@ -303,7 +303,8 @@ class RemoteEngine:
         if code is None:
             return "closed its connection, though it still runs"
         if code < 0:
-            return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+            name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
+            return f"was ended by signal {-code}{name}"
         return f"ended with exit code {code}"
 
     def _wait_process(self, timeout: float) -> bool:

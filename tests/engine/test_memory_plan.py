@@ -13,10 +13,12 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import build
-from jaxserve.engine.build import make_engine_mesh
+from jaxserve.engine.build import build_dummy_engine, make_engine_mesh
 from jaxserve.engine.capacity import plan_limits
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import MemoryPlan, MemoryUse, OutOfMemoryError
+from jaxserve.models.presets import preset_config
+from jaxserve.progress import NoProgress
 from tests.engine.scheduler_harness import make_limits
 from tests.tiny_engine import MODEL_CONFIG, tiny_engine
 
@@ -150,3 +152,9 @@ def test_what_is_told_at_start_was_measured(caplog: pytest.LogCaptureFixture, mo
     assert plan.use.kv_cache == 32 * head_bytes
     assert plan.use.weights > 4 * MODEL_CONFIG.vocab_size * MODEL_CONFIG.hidden_size
     assert plan.use.work_space > 4 * MODEL_CONFIG.vocab_size  # a row of logits at least
+
+
+def test_random_weights_that_no_memory_holds_are_refused_before_they_are_made() -> None:
+    config = EngineConfig(dtype="float32")
+    with pytest.raises(OutOfMemoryError, match=r"the weights take 26\d\.\d GiB of each device, .*--quantization"):
+        build_dummy_engine(preset_config("llama-3-70b"), config, NoProgress())
