@@ -37,6 +37,16 @@ def add_rms_norm(
         ValueError: shapes or dtypes that do not fit together.
         NotImplementedError: implementation="mosaic_gpu" for a case that the kernel does not cover.
     """
+    check_arguments(x, update, weight)
+    if takes_kernel("add_rms_norm", implementation, lambda: unsupported_reason(x)):
+        return add_rms_norm_mosaic_gpu(x, update, weight, eps=eps)
+    return add_rms_norm_xla(x, update, weight, eps)
+
+
+def check_arguments(x: Array, update: Array, weight: Array) -> None:
+    """Raises:
+    ValueError: shapes or dtypes that `add_rms_norm` does not take together.
+    """
     dtype = jnp.float32 if update.ndim == 3 else x.dtype
     if x.ndim != 2 or update.shape[-2:] != x.shape or update.ndim > 3 or update.dtype != dtype:
         raise ValueError(
@@ -45,6 +55,3 @@ def add_rms_norm(
         )
     if weight.shape != x.shape[1:]:
         raise ValueError(f"{weight.shape=} must be [size={x.shape[1]}]")
-    if takes_kernel("add_rms_norm", implementation, lambda: unsupported_reason(x)):
-        return add_rms_norm_mosaic_gpu(x, update, weight, eps=eps)
-    return add_rms_norm_xla(x, update, weight, eps)

@@ -2,10 +2,9 @@
 
 from typing import Literal
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxserve.kernels.add_rms_norm import add_rms_norm
+from jaxserve.kernels.add_rms_norm import add_rms_norm, check_arguments
 from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import (
     all_reduce_add_rms_norm_mosaic_gpu,
     unsupported_reason,
@@ -48,14 +47,7 @@ def all_reduce_add_rms_norm(
         ValueError: shapes or dtypes that do not fit together.
         NotImplementedError: implementation="mosaic_gpu" for a case that the kernel does not cover.
     """
-    dtype = jnp.float32 if update.ndim == 3 else x.dtype
-    if x.ndim != 2 or update.shape[-2:] != x.shape or update.ndim > 3 or update.dtype != dtype:
-        raise ValueError(
-            f"x {x.dtype}{x.shape} and update {update.dtype}{update.shape} must be alike, [rows, size], or update float32 "
-            "[parts, rows, size]"
-        )
-    if weight.shape != x.shape[1:]:
-        raise ValueError(f"{weight.shape=} must be [size={x.shape[1]}]")
+    check_arguments(x, update, weight)
 
     def reason() -> str | None:
         return "peers=None" if peers is None else unsupported_reason(x, update, peers.layout)
