@@ -155,7 +155,7 @@ class EngineClient:
         """
         request_id = self._new_id()
         stream = GenerationStream(request_id, sampling.n, self.abort)
-        self._submit(request_id, prompt_token_ids, sampling, stream, cache_salt, priority)
+        self.submit_as(request_id, prompt_token_ids, sampling, stream, cache_salt=cache_salt, priority=priority)
         return stream
 
     def submit_with_callback(
@@ -175,7 +175,7 @@ class EngineClient:
             The request's id, for `abort`.
         """
         request_id = self._new_id()
-        self._submit(request_id, prompt_token_ids, sampling, on_output, cache_salt, priority)
+        self.submit_as(request_id, prompt_token_ids, sampling, on_output, cache_salt=cache_salt, priority=priority)
         return request_id
 
     def submit_as(
@@ -189,7 +189,20 @@ class EngineClient:
         priority: int = 0,
     ) -> None:
         """As `submit`, for one who gives requests their ids and takes the outputs in any way there is."""
-        self._submit(request_id, prompt_token_ids, sampling, receiver, cache_salt, priority)
+        self._submissions.check(prompt_token_ids, sampling, priority)
+        request = Request(
+            request_id,
+            tuple(prompt_token_ids),
+            sampling,
+            arrival_time=time.monotonic(),
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+        choices = self._make_sequences(request)
+        if not self.is_ready:
+            raise EngineStoppedError("the engine takes no new requests: it drains, was shut down, or failed")
+        self._submissions.admit(request_id, len(prompt_token_ids), sampling.n, receiver)
+        self._loop.add(choices)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one choice of it; unknown ones are left alone."""
@@ -261,30 +274,6 @@ class EngineClient:
     def _new_id(self) -> str:
         number = self._replica.number
         return f"replica-{number}-request-{next(self._ids)}" if number else f"request-{next(self._ids)}"
-
-    def _submit(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        receiver: Receiver,
-        cache_salt: str | None,
-        priority: int,
-    ) -> None:
-        self._submissions.check(prompt_token_ids, sampling, priority)
-        request = Request(
-            request_id,
-            tuple(prompt_token_ids),
-            sampling,
-            arrival_time=time.monotonic(),
-            cache_salt=cache_salt,
-            priority=priority,
-        )
-        choices = self._make_sequences(request)
-        if not self.is_ready:
-            raise EngineStoppedError("the engine takes no new requests: it drains, was shut down, or failed")
-        self._submissions.admit(request_id, len(prompt_token_ids), sampling.n, receiver)
-        self._loop.add(choices)
 
     def _make_sequences(self, request: Request) -> tuple[sequences.Sequence, ...]:
         sampling = request.sampling

@@ -7,7 +7,8 @@ import os
 import pickle
 import queue
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from jaxserve.engine.step_wire import StepDecoder, encode_step
 from jaxserve.engine.token_masks import is_constrained
 
 logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 _FORWARD, _MASKS = b"F"[0], b"M"[0]
 _STUCK_SECONDS = 10.0  # after which a host gives up on a device that waits for one that is gone
@@ -48,10 +51,7 @@ class LeadingRunner:
         Raises:
             ClusterError: the devices failed since a host is gone.
         """
-        try:
-            return self._runner.fetch_drafts(logits)
-        except Exception as error:
-            raise self._leader.why(error) from error
+        return self._wait(self._runner.fetch_drafts, logits)
 
     def fetch(self, pending: Any) -> SampledTokens:
         """Waits for a step's tokens.
@@ -59,14 +59,17 @@ class LeadingRunner:
         Raises:
             ClusterError: the devices failed since a host is gone.
         """
-        try:
-            return self._runner.fetch(pending)
-        except Exception as error:
-            raise self._leader.why(error) from error
+        return self._wait(self._runner.fetch, pending)
 
     def close(self) -> None:
         self._leader.close()
         self._runner.close()
+
+    def _wait(self, fetch: Callable[[Any], ResultT], launched: Any) -> ResultT:
+        try:
+            return fetch(launched)
+        except Exception as error:
+            raise self._leader.why(error) from error
 
 
 def follow(runner: Runner, link: Follower) -> None:
