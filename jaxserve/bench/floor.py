@@ -70,7 +70,7 @@ def _best(work: Callable[[], object]) -> float:
 
 def weight_bytes_per_step(config: ModelConfig, dtype: jnp.dtype) -> int:
     """Bytes of weights that a step reads: all but an embedding table that is not the head as well."""
-    return sum(spec.size * spec.element_type(dtype).itemsize for spec in _step_specs(config))
+    return sum(spec.num_bytes(dtype) for spec in _step_specs(config))
 
 
 def num_step_weights(config: ModelConfig) -> int:

@@ -20,7 +20,7 @@ from jaxserve.checkpoint.manifest import (
     read_manifest,
 )
 from jaxserve.checkpoint.open_model import DTYPES
-from jaxserve.checkpoint.orbax_weights import element_type, restore_weights
+from jaxserve.checkpoint.orbax_weights import restore_weights
 from jaxserve.checkpoint.pieces import check_arrays
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, param_specs
@@ -71,7 +71,7 @@ def load_checkpoint(path: str | Path, dtype: str, progress: Progress, *, mesh: M
     target = jnp.dtype(dtype)
     specs = param_specs(manifest.model_config)
     shardings = None if mesh is None else ShardLayout(manifest.model_config, mesh.size).source_shardings(mesh)
-    total = sum(spec.size * element_type(spec, target).itemsize for spec in jax.tree.leaves(specs))
+    total = sum(spec.num_bytes(target) for spec in jax.tree.leaves(specs))
     with progress.task("Loading weights", total, "B") as advance:
         params = restore_weights(folder / WEIGHTS_FOLDER, manifest.model_config, target, shardings, advance)
     return LoadedCheckpoint(manifest.model_config, params, folder / TOKENIZER_FOLDER, manifest.name)

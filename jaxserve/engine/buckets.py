@@ -13,9 +13,8 @@ from jaxserve.models.sampling import SamplingMode
 _SMALLEST_PREFILL = 64
 _SMALLEST_HALVED = 4  # drafts
 _TILE = 32
-_LARGE_PIECE = (
-    256  # prompt tokens beside those who decode, from which on each costs as much as any: padding is halved below
-)
+# Prompt tokens beside those who decode, from which on each costs as much as any: padding is halved below.
+_LARGE_PIECE = 256
 _SMALLEST_DECODE = 8  # above a single row, on a GPU: tensor cores take rows in eights
 
 

@@ -35,7 +35,6 @@ from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import unsupported_reason
 from jaxserve.kernels.peer_memory import ALIGNMENT, PeerLayout, PeerMemory, make_peer_memory
 from jaxserve.models.draft_head import DraftHead
-from jaxserve.models.param_spec import ParamSpec
 from jaxserve.models.params import LlamaParams, init_params, param_specs
 from jaxserve.models.presets import preset_config
 from jaxserve.models.quantize_params import quantization_for, quantize_params
@@ -348,8 +347,7 @@ def _dummy_model(model_config: ModelConfig, config: EngineConfig, progress: Prog
     if quantization is not None:
         model_config = dataclasses.replace(model_config, quantization=quantization)
     dtype = resolve_dtype(config, mesh)
-    specs = jax.tree.leaves(param_specs(model_config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
-    check_weights_fit(sum(spec.size * spec.element_type(dtype).itemsize for spec in specs), config, mesh)
+    check_weights_fit(sum(spec.num_bytes(dtype) for spec in jax.tree.leaves(param_specs(model_config))), config, mesh)
     with progress.task("making random weights", None, "arrays"):
         shardings = ShardLayout(model_config, mesh.size).source_shardings(mesh)
         return Model(model_config, init_params(model_config, config.seed or 0, dtype, shardings))

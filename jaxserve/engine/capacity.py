@@ -131,7 +131,7 @@ def check_weights_fit(num_bytes: int, config: EngineConfig, mesh: Mesh) -> None:
         OutOfMemoryError: they are more than the devices have room for.
     """
     if mesh.local_devices[0].platform == "cpu":
-        needed, there = num_bytes, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        needed, there = num_bytes, _free_host_bytes()
     else:
         needed, there = num_bytes // mesh.size, usable_bytes(config, mesh)[0]
     if needed > there:
@@ -147,10 +147,13 @@ def free_cache_bytes(
     """Bytes of one device that the KV cache may take, after weights and the largest step's work space."""
     device = mesh.local_devices[0]
     if device.platform == "cpu":
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(_CPU_CACHE_BYTES, available // 4)
+        return min(_CPU_CACHE_BYTES, _free_host_bytes() // 4)
     stats = device.memory_stats()
     width = 4 * model_config.intermediate_size + 8 * model_config.hidden_size
     work_space = 4 * max_num_batched_tokens * width + 16 * max_num_seqs * model_config.vocab_size + _GIB
     usable = usable_device_bytes(stats["bytes_limit"], config.gpu_memory_utilization)
     return usable - stats["bytes_in_use"] - work_space
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

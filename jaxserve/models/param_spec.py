@@ -32,6 +32,10 @@ class ParamSpec:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def num_bytes(self, model_dtype: jnp.dtype) -> int:
+        """Of the array in a model whose weights have `model_dtype`."""
+        return self.size * self.element_type(model_dtype).itemsize
+
     def element_type(self, model_dtype: jnp.dtype) -> jnp.dtype:
         """The array's element type in a model whose weights have `model_dtype`."""
         if self.dtype is not None:
