@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.device_memory import usable_device_bytes, usable_in_words
+from jaxserve.engine.host_memory import available_host_bytes, total_host_bytes
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import OutOfMemoryError
 from jaxserve.models.kv_cache import kv_bytes_per_token
@@ -101,7 +101,7 @@ def _check_pages(num_pages: int, page_bytes: int, mesh: Mesh) -> None:
     """
     device = mesh.local_devices[0]
     if device.platform == "cpu":
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = total_host_bytes()
     else:
         stats = device.memory_stats()
         free = stats["bytes_limit"] - stats["bytes_in_use"]
@@ -116,7 +116,7 @@ def usable_bytes(config: EngineConfig, mesh: Mesh) -> tuple[int, str]:
     """Bytes of one device that the engine may take in all, and what they are."""
     device = mesh.local_devices[0]
     if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory"
+        return total_host_bytes(), "the machine's memory"
     share = config.gpu_memory_utilization
     return usable_device_bytes(device.memory_stats()["bytes_limit"], share), usable_in_words(share)
 
@@ -131,7 +131,7 @@ def check_weights_fit(num_bytes: int, config: EngineConfig, mesh: Mesh) -> None:
         OutOfMemoryError: they are more than the devices have room for.
     """
     if mesh.local_devices[0].platform == "cpu":
-        needed, there = num_bytes, _free_host_bytes()
+        needed, there = num_bytes, available_host_bytes()
     else:
         needed, there = num_bytes // mesh.size, usable_bytes(config, mesh)[0]
     if needed > there:
@@ -147,13 +147,9 @@ def free_cache_bytes(
     """Bytes of one device that the KV cache may take, after weights and the largest step's work space."""
     device = mesh.local_devices[0]
     if device.platform == "cpu":
-        return min(_CPU_CACHE_BYTES, _free_host_bytes() // 4)
+        return min(_CPU_CACHE_BYTES, available_host_bytes() // 4)
     stats = device.memory_stats()
     width = 4 * model_config.intermediate_size + 8 * model_config.hidden_size
     work_space = 4 * max_num_batched_tokens * width + 16 * max_num_seqs * model_config.vocab_size + _GIB
     usable = usable_device_bytes(stats["bytes_limit"], config.gpu_memory_utilization)
     return usable - stats["bytes_in_use"] - work_space
-
-
-def _free_host_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ from jaxtyping import Array, Int32
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.executable_cache import ExecutableCache
+from jaxserve.engine.host_memory import available_host_bytes
 from jaxserve.engine.host_pages import PageCopy
 from jaxserve.engine.memory_plan import OutOfMemoryError
 from jaxserve.models.kv_cache import KVCache, kv_bytes_per_token
@@ -72,7 +71,7 @@ def plan_offload(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, dt
     wanted = int(config.kv_offload_gib * _GIB)
     device_page_bytes = config.page_size * kv_bytes_per_token(model_config, dtype) // mesh.size
     page_bytes = device_page_bytes * len(mesh.local_devices)
-    available = available_memory()
+    available = available_host_bytes()
     if wanted * config.data_parallel_size > available:
         replicas = f" for each of {config.data_parallel_size} replicas" if config.data_parallel_size > 1 else ""
         raise OutOfMemoryError(
@@ -86,21 +85,6 @@ def plan_offload(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, dt
             f"{page_bytes / _GIB:.6f} or more"
         )
     return OffloadSizes(page_bytes, device_page_bytes, wanted // page_bytes)
-
-
-def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of this machine's memory, or of the container's, that programs can have without anything being swapped."""
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # no Linux
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-    except OSError:  # no container
-        return free
-    return free if limit == "max" else max(0, min(free, int(limit) - used))
 
 
 class PageCopier:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,8 +14,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import build
 from jaxserve.engine.build import make_engine_mesh
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.host_memory import available_host_bytes
 from jaxserve.engine.host_pages import OffloadStats
-from jaxserve.engine.kv_offload import available_memory, plan_offload
+from jaxserve.engine.kv_offload import plan_offload
 from jaxserve.engine.memory_plan import OutOfMemoryError
 from jaxserve.sampling_params import SamplingParams
 from tests.engine.random_traffic import RandomTraffic
@@ -103,7 +103,7 @@ def test_more_host_memory_than_there_is() -> None:
         return plan_offload(MODEL_CONFIG, config, make_engine_mesh(config), jnp.dtype(jnp.float32))
 
     assert plan(0.0) is None
-    available = available_memory() / GIB
+    available = available_host_bytes() / GIB
     with pytest.raises(
         OutOfMemoryError, match=r"--kv-offload-gib \S+ is more than the \S+ GiB of host memory that are"
     ):
@@ -112,16 +112,6 @@ def test_more_host_memory_than_there_is() -> None:
         plan(available * 0.6, data_parallel_size=2)
     with pytest.raises(OutOfMemoryError, match=r"no room for one KV page of 8192 bytes: use 0\.00000[78]"):
         plan(1e-9)
-
-
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
-    assert available_memory(tmp_path, tmp_path) == 5000 * 1024
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert available_memory(tmp_path, tmp_path) == 5000 * 1024
-    (tmp_path / "memory.max").write_text("3000\n")
-    assert available_memory(tmp_path, tmp_path) == 2000
 
 
 def test_settings_that_cannot_be() -> None:
