@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxserve.config import ServerConfig
 from jaxserve.protocol.errors import ApiError, BadRequestError, RequestTimeoutError
@@ -23,6 +23,7 @@ MAX_FILES = 65536  # open at once; more connections than that are not for one pr
 RESERVED_FILES = 128  # for checkpoints, logs, the device's driver and the like
 SPARE_CONNECTIONS = 64  # over the limit, that are told so; further ones are closed without a word
 MAX_PIPELINED = 16  # requests that one connection may send ahead; with more, all of it ends
+MAX_PIPELINED_BYTES = 262_144  # of these requests' bodies, which the limit on all bodies together does not count yet
 OVER_LIMIT = "over_limit"  # in the state of requests whose connection is one too many
 
 
@@ -58,15 +59,14 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     return result
 
 
-_Protocol: Any = AutoHTTPProtocol  # httptools' or h11's, whichever is installed
-
-
-class _Connection(_Protocol):
+class _Connection(HttpToolsProtocol):
     """Cuts a client off that does nothing for a while: takes nothing of its answer, or does not go on with its request.
 
     uvicorn stops taking from the app while its buffer for a client is full, so that a slow reader costs little memory;
-    but one that never reads, or never ends what it began to send, would keep its request and its socket for ever. (With
-    h11 in place of httptools, only the former is watched.)
+    but one that never reads, or never ends what it began to send, would keep its request and its socket for ever.
+
+    uvicorn also stops reading while requests wait for their turn, and then does not see their client go away. Here it
+    reads on, and a connection on which too much comes ahead is closed.
     """
 
     stalled_timeout: float
@@ -164,12 +164,17 @@ class _Connection(_Protocol):
         if len(self.pipeline) > MAX_PIPELINED:
             raise ValueError(f"more than {MAX_PIPELINED} requests that wait for their turn")
         if self.pipeline:
-            self.flow.resume_reading()  # else nobody would notice that the client has gone away
+            self.flow.resume_reading()
         self._await_body()
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         super().on_body(body)
+        if not self.pipeline:
+            return  # whoever answers the request takes its body
+        if sum(len(cycle.body) for cycle, _ in self.pipeline) > MAX_PIPELINED_BYTES:
+            raise ValueError(f"more than {MAX_PIPELINED_BYTES} bytes of requests that wait for their turn")
+        self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         self._stop_awaiting()
@@ -182,8 +187,7 @@ class _Connection(_Protocol):
 
     def _await_head(self) -> None:
         """A head gets its time as a whole: one that comes a letter at a time is not a request that gets on."""
-        if hasattr(_Protocol, "on_message_begin"):
-            self._check_later(self._check_head)
+        self._check_later(self._check_head)
 
     def _check_head(self) -> None:
         if not self._is_idle:
@@ -232,8 +236,7 @@ class _Connection(_Protocol):
 
     @property
     def _unanswered(self) -> list[Any]:
-        cycles = self._cycles or [self.cycle]  # with h11 there is one at a time
-        return [cycle for cycle in cycles if cycle is not None and not cycle.response_complete]
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
 
     def _close(self) -> None:
         self._end_answers()

@@ -18,7 +18,13 @@ import pytest
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.app import create_app
-from jaxserve.server.connection import MAX_HEAD_BYTES, MAX_PIPELINED, SPARE_CONNECTIONS, uvicorn_config
+from jaxserve.server.connection import (
+    MAX_HEAD_BYTES,
+    MAX_PIPELINED,
+    MAX_PIPELINED_BYTES,
+    SPARE_CONNECTIONS,
+    uvicorn_config,
+)
 from jaxserve.server.slot import ServiceSlot
 from tests.fakes import FakeEngine, endless, fake_service, say
 from tests.server.harness import assert_error, listening, until
@@ -237,10 +243,31 @@ async def test_a_client_that_goes_away_behind_further_requests_ends_the_first(nu
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_asks_too_much_ahead_is_cut_off(stream: bool) -> None:
+@pytest.mark.parametrize("num_ahead", [1, 2])
+async def test_a_client_that_goes_away_behind_large_bodies_ends_the_first(num_ahead: int, stream: bool) -> None:
+    async with endless_request(stream=stream) as (engine, _, writer):
+        for _ in range(num_ahead):
+            writer.write(post("x" * 100_000, length=100_000))
+            await asyncio.sleep(0.05)  # it comes in parts, and has come before its sender leaves
+        assert engine.live
+        writer.write_eof()
+        await until(lambda: not engine.live)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        b"GET /health HTTP/1.1\r\n\r\n" * (MAX_PIPELINED + 1),
+        b"GET /health HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (MAX_PIPELINED_BYTES + 1, bytes(MAX_PIPELINED_BYTES + 1)),
+        (b"GET /health HTTP/1.1\r\ncontent-length: 99999\r\n\r\n" + bytes(99_999)) * (MAX_PIPELINED_BYTES // 99_999 + 1),
+    ],
+    ids=["requests", "a body", "bodies"],
+)  # fmt: skip
+async def test_a_client_that_asks_too_much_ahead_is_cut_off(ahead: bytes, stream: bool) -> None:
     async with endless_request(stream=stream) as (engine, reader, writer):
         answer = await reader.readuntil(b"data: ") if stream else b""
-        writer.write(b"GET /health HTTP/1.1\r\n\r\n" * (MAX_PIPELINED + 1))
+        writer.write(ahead)
         async with asyncio.timeout(10):
             answer += await reader.read()
         assert answer.startswith(b"HTTP/1.1 200 " if stream else b"HTTP/1.1 400 ")
@@ -258,6 +285,28 @@ async def test_requests_that_were_sent_ahead_are_answered_in_turn() -> None:
             head = await reader.readuntil(b"\r\n\r\n")
             (length,) = [int(line.split()[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length")]
             assert f"model '{number}'" in json.loads(await reader.readexactly(length))["error"]["message"]
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_bodies_that_were_sent_ahead_are_answered_in_turn() -> None:
+    """Larger than what uvicorn takes ahead of whoever reads it, and together as large as may be."""
+    engine = FakeEngine(endless, token_delay=0.001, max_model_len=1_000_000)
+    engine.gate.clear()
+    body = json.dumps({"prompt": "x" * 80_000, "max_tokens": 2})
+    request = post(body, length=len(body))
+    num_ahead = MAX_PIPELINED_BYTES // len(body)
+    async with listening(create_app(fake_service(engine), ServerConfig())) as port:
+        reader, writer = await connect(port, request)
+        await until(lambda: bool(engine.live))
+        writer.write(request * num_ahead)
+        await writer.drain()
+        engine.gate.set()
+        for _ in range(1 + num_ahead):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+            (length,) = [int(line.split()[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length")]
+            await reader.readexactly(length)
         writer.close()
         await writer.wait_closed()
 
