@@ -22,8 +22,7 @@ from jaxserve.engine.prefix_cache import CacheDomain
 from jaxserve.engine.request import EngineStoppedError, Request, RequestOutput
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.stream import GenerationStream
-from jaxserve.engine.submissions import Receiver, Submissions
+from jaxserve.engine.submissions import Receiver, Submissions, SubmittingEngine
 from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.engine.token_masks import MaskWriter
 from jaxserve.sampling_params import SamplingParams
@@ -66,7 +65,7 @@ class Replica:
 
     Attributes:
         index: its place among those that run at once, and in the devices.
-        number: counts all that were ever built: request ids and seeds of two replicas differ by it.
+        number: counts all that were ever built: the seeds of two replicas differ by it.
         on_failure: called in the engine's thread when it has failed, before its requests are told.
     """
 
@@ -78,7 +77,7 @@ class Replica:
 ONLY_REPLICA = Replica()
 
 
-class EngineClient:
+class EngineClient(SubmittingEngine):
     """Submits requests to the engine thread and brings their outputs back. Safe to use from any thread."""
 
     def __init__(
@@ -91,6 +90,7 @@ class EngineClient:
         device_kind: str,
         replica: Replica = ONLY_REPLICA,
     ) -> None:
+        super().__init__()
         self.config = config
         self.model_config = model_config
         self.max_model_len = scheduler.limits.longest_sequence
@@ -102,7 +102,7 @@ class EngineClient:
         self._loop = EngineLoop(
             scheduler, runner, self._submissions.distribute, self._fail, MaskWriter(model_config.vocab_size)
         )
-        self._ids = itertools.count()
+        self._pin_numbers = itertools.count()
         self._seed_lock = threading.Lock()
         self._draining = False
         self._stopped = False
@@ -120,7 +120,6 @@ class EngineClient:
 
     @property
     def num_live(self) -> int:
-        """Choices that were submitted and have not finished."""
         return self._submissions.num_live
 
     @property
@@ -135,49 +134,6 @@ class EngineClient:
         """
         return self._scheduler.pages.num_cached_tokens(CacheDomain(salt=cache_salt), prompt_bytes)
 
-    def submit(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        cache_salt: str | None = None,
-        priority: int = 0,
-    ) -> GenerationStream:
-        """Queues a request; must be called on a running event loop, which its outputs come to.
-
-        Args:
-            cache_salt, priority: as `Request` has them.
-
-        Raises:
-            RequestError: the request can never be served as asked.
-            QueueFullError: too many wait already.
-            EngineStoppedError: the engine drains, was shut down or failed.
-        """
-        request_id = self._new_id()
-        stream = GenerationStream(request_id, sampling.n, self.abort)
-        self.submit_as(request_id, prompt_token_ids, sampling, stream, cache_salt=cache_salt, priority=priority)
-        return stream
-
-    def submit_with_callback(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        on_output: Callable[[RequestOutput], None],
-        *,
-        cache_salt: str | None = None,
-        priority: int = 0,
-    ) -> str:
-        """As `submit`, for code without an event loop: `on_output` is called in the engine thread and must be quick.
-
-        If it raises, that is logged and the request is aborted.
-
-        Returns:
-            The request's id, for `abort`.
-        """
-        request_id = self._new_id()
-        self.submit_as(request_id, prompt_token_ids, sampling, on_output, cache_salt=cache_salt, priority=priority)
-        return request_id
-
     def submit_as(
         self,
         request_id: str,
@@ -188,7 +144,6 @@ class EngineClient:
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> None:
-        """As `submit`, for one who gives requests their ids and takes the outputs in any way there is."""
         self._submissions.check(prompt_token_ids, sampling, priority)
         request = Request(
             request_id,
@@ -205,7 +160,6 @@ class EngineClient:
         self._loop.add(choices)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or one choice of it; unknown ones are left alone."""
         self._loop.abort(request_id, index)
 
     def flush_prefix_cache(self) -> Future[int]:
@@ -222,17 +176,14 @@ class EngineClient:
         self._loop.call(lambda: self._scheduler.pages.pin(prompt_token_ids)).result()
         ended: Future[RequestOutput] = Future()
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        self.submit_with_callback(prompt_token_ids, sampling, ended.set_result)
+        # Not as a request of this engine's own: another one in front of it may number those that it submits here alike.
+        self.submit_as(f"pin-{next(self._pin_numbers)}", prompt_token_ids, sampling, ended.set_result)
         if ended.result().finish_reason == "error":
             raise EngineStoppedError(f"the pinned prompt was not computed: {ended.result().error}")
 
     def start_draining(self) -> None:
         """Takes no new requests from now on; those that run go on."""
         self._draining = True
-
-    async def wait_drained(self, timeout: float) -> bool:
-        """Waits until nothing runs; False if that takes longer than `timeout` seconds."""
-        return await self._submissions.wait_none_live(timeout)
 
     def shutdown(self) -> None:
         """Stops the engine thread; requests that still run get finish_reason "error"."""
@@ -270,10 +221,6 @@ class EngineClient:
         """Seconds in which there was work so far, and those of them in which the device waited for the host."""
         loop = self._loop.stats
         return loop.busy, loop.device_idle
-
-    def _new_id(self) -> str:
-        number = self._replica.number
-        return f"replica-{number}-request-{next(self._ids)}" if number else f"request-{next(self._ids)}"
 
     def _make_sequences(self, request: Request) -> tuple[sequences.Sequence, ...]:
         sampling = request.sampling

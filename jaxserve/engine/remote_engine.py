@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
@@ -37,8 +37,7 @@ from jaxserve.engine.process_messages import (
     pickled,
 )
 from jaxserve.engine.request import EngineStoppedError, RequestOutput, token_bytes
-from jaxserve.engine.stream import GenerationStream
-from jaxserve.engine.submissions import Receiver, Submissions
+from jaxserve.engine.submissions import Receiver, Submissions, SubmittingEngine
 from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class EngineProcessError(RuntimeError):
     """The engine's process has ended by itself."""
 
 
-class RemoteEngine:
+class RemoteEngine(SubmittingEngine):
     """Offers what `EngineClient` does. Starts the process, and waits until its engine runs.
 
     Requests are checked and counted here, so that a refusal is raised at once; what only the other process can know
@@ -67,12 +66,13 @@ class RemoteEngine:
     """
 
     def __init__(self, start: StartEngine, setup: ProcessSetup) -> None:
+        super().__init__()
         self.failure: BaseException | None = None
         self._stopped = self._draining = False
         self._ended = False  # whether the process will bring nothing more
         self._end_lock = threading.Lock()
         self._process_lock = threading.Lock()
-        self._ids = itertools.count()
+        self._call_numbers = itertools.count()
         self._calls: dict[int, Future[Any]] = {}
         self._commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._pipe, self._process = _start_process(start, setup)
@@ -105,7 +105,6 @@ class RemoteEngine:
 
     @property
     def num_live(self) -> int:
-        """Choices that were submitted and have not finished."""
         return self._submissions.num_live
 
     @property
@@ -113,36 +112,27 @@ class RemoteEngine:
         """Of the engine's process."""
         return self._process.pid or 0
 
-    def submit(
+    def submit_as(
         self,
+        request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
+        receiver: Receiver,
         *,
         cache_salt: str | None = None,
         priority: int = 0,
-    ) -> GenerationStream:
-        """As `EngineClient.submit`."""
-        request_id = self._new_id()
-        stream = GenerationStream(request_id, sampling.n, self.abort)
-        self._submit(request_id, prompt_token_ids, sampling, stream, cache_salt, priority)
-        return stream
-
-    def submit_with_callback(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        on_output: Callable[[RequestOutput], None],
-        *,
-        cache_salt: str | None = None,
-        priority: int = 0,
-    ) -> str:
-        """As `EngineClient.submit_with_callback`; called in the thread that reads what the process sends."""
-        request_id = self._new_id()
-        self._submit(request_id, prompt_token_ids, sampling, on_output, cache_salt, priority)
-        return request_id
+    ) -> None:
+        self._submissions.check(prompt_token_ids, sampling, priority)
+        if not self.is_ready:
+            raise EngineStoppedError("the engine takes no new requests: it drains, was shut down, or failed")
+        command = pickled(Submit(request_id, token_bytes(prompt_token_ids), sampling, cache_salt, priority))
+        with self._end_lock:
+            if self._ended:
+                raise EngineStoppedError("the engine has stopped")
+            self._submissions.admit(request_id, len(prompt_token_ids), sampling.n, receiver)
+        self._commands.put(command)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or one choice of it; unknown ones are left alone."""
         self._commands.put(pickled(Abort(request_id, index)))
 
     def flush_prefix_cache(self) -> Future[int]:
@@ -184,10 +174,6 @@ class RemoteEngine:
         """Takes no new requests from now on; those that run go on."""
         self._draining = True
 
-    async def wait_drained(self, timeout: float) -> bool:
-        """Waits until nothing runs; False if that takes longer than `timeout` seconds."""
-        return await self._submissions.wait_none_live(timeout)
-
     def shutdown(self) -> None:
         """Stops the engine and ends its process; requests that still run get finish_reason "error"."""
         self._stopped = True
@@ -200,30 +186,8 @@ class RemoteEngine:
         self._sender.join()
         self._pipe.close()
 
-    def _new_id(self) -> str:
-        return f"request-{next(self._ids)}"
-
-    def _submit(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        receiver: Receiver,
-        cache_salt: str | None,
-        priority: int,
-    ) -> None:
-        self._submissions.check(prompt_token_ids, sampling, priority)
-        if not self.is_ready:
-            raise EngineStoppedError("the engine takes no new requests: it drains, was shut down, or failed")
-        command = pickled(Submit(request_id, token_bytes(prompt_token_ids), sampling, cache_salt, priority))
-        with self._end_lock:
-            if self._ended:
-                raise EngineStoppedError("the engine has stopped")
-            self._submissions.admit(request_id, len(prompt_token_ids), sampling.n, receiver)
-        self._commands.put(command)
-
     def _call(self, name: CallName, argument: Any = None) -> Future[Any]:
-        number = next(self._ids)
+        number = next(self._call_numbers)
         result: Future[Any] = Future()
         result.set_running_or_notify_cancel()  # a cancelled one would raise in the thread that brings outputs
         with self._end_lock:

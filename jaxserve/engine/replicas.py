@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import queue
@@ -11,22 +10,19 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, EngineStats, Replica
 from jaxserve.engine.draft_lengths import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.limits import SchedulerLimits
-from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestOutput, token_bytes
-from jaxserve.engine.stream import GenerationStream
-from jaxserve.engine.submissions import Receiver
+from jaxserve.engine.request import EngineStoppedError, QueueFullError, token_bytes
+from jaxserve.engine.submissions import Receiver, SubmittingEngine
 from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-ResultT = TypeVar("ResultT")
 BuildReplica = Callable[[EngineConfig, Replica], EngineClient]
 
 MAX_RESTARTS = 5  # of one replica within the window; then the fault is not one that passes
@@ -36,7 +32,7 @@ FAILURE_WINDOW_SECONDS = 600.0
 _MORE_SEQUENCES = 4
 
 
-class ReplicatedEngine:
+class ReplicatedEngine(SubmittingEngine):
     """Offers what `EngineClient` does, over several of them. Safe to use from any thread.
 
     A request goes to the replica that has most of its prompt in KV pages, and among equals to the one with the least to
@@ -50,6 +46,7 @@ class ReplicatedEngine:
     """
 
     def __init__(self, config: EngineConfig, build: BuildReplica) -> None:
+        super().__init__()
         self._build = build
         self._size = config.data_parallel_size
         self._failed: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # replicas to build anew; None: no more
@@ -83,42 +80,13 @@ class ReplicatedEngine:
         return any(client.is_ready for client in self._running())
 
     @property
+    def num_live(self) -> int:
+        return sum(client.num_live for client in self._running())
+
+    @property
     def failure(self) -> BaseException | None:
         """Why the last replica was given up, once all are."""
         return list(self._given_up.values())[-1] if len(self._given_up) == self._size else None
-
-    def submit(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        cache_salt: str | None = None,
-        priority: int = 0,
-    ) -> GenerationStream:
-        """As `EngineClient.submit`."""
-        return self._with_one(
-            prompt_token_ids,
-            cache_salt,
-            lambda client: client.submit(prompt_token_ids, sampling, cache_salt=cache_salt, priority=priority),
-        )
-
-    def submit_with_callback(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        on_output: Callable[[RequestOutput], None],
-        *,
-        cache_salt: str | None = None,
-        priority: int = 0,
-    ) -> str:
-        """As `EngineClient.submit_with_callback`; the thread is that of the replica's engine."""
-        return self._with_one(
-            prompt_token_ids,
-            cache_salt,
-            lambda client: client.submit_with_callback(
-                prompt_token_ids, sampling, on_output, cache_salt=cache_salt, priority=priority
-            ),
-        )
 
     def submit_as(
         self,
@@ -130,17 +98,20 @@ class ReplicatedEngine:
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> None:
-        """As `EngineClient.submit_as`."""
-        self._with_one(
-            prompt_token_ids,
-            cache_salt,
-            lambda client: client.submit_as(
-                request_id, prompt_token_ids, sampling, receiver, cache_salt=cache_salt, priority=priority
-            ),
-        )
+        refusal: QueueFullError | EngineStoppedError | None = None
+        for client in self._in_order(prompt_token_ids, cache_salt):
+            try:
+                client.submit_as(
+                    request_id, prompt_token_ids, sampling, receiver, cache_salt=cache_salt, priority=priority
+                )
+                return
+            except QueueFullError as error:
+                refusal = error
+            except EngineStoppedError as error:  # it failed or began to drain just now
+                refusal = refusal or error
+        raise refusal or EngineStoppedError("no replica of the engine takes new requests: try again shortly")
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or one choice of it; unknown ones are left alone."""
         for client in self._running():
             client.abort(request_id, index)
 
@@ -162,10 +133,6 @@ class ReplicatedEngine:
         for client in clients:
             client.start_draining()
 
-    async def wait_drained(self, timeout: float) -> bool:
-        """Waits until nothing runs; False if that takes longer than `timeout` seconds."""
-        return all(await asyncio.gather(*(client.wait_drained(timeout) for client in self._running())))
-
     def shutdown(self) -> None:
         """Stops every replica; requests that still run get finish_reason "error". Waits for one that is being built."""
         with self._lock:
@@ -185,24 +152,6 @@ class ReplicatedEngine:
 
     def _running(self) -> list[EngineClient]:
         return [client for client in self._clients if client is not None]
-
-    def _with_one(
-        self, prompt: Sequence[int], cache_salt: str | None, submit: Callable[[EngineClient], ResultT]
-    ) -> ResultT:
-        """Submits to the first replica that takes the request.
-
-        Raises:
-            QueueFullError, EngineStoppedError: none does.
-        """
-        refusal: QueueFullError | EngineStoppedError | None = None
-        for client in self._in_order(prompt, cache_salt):
-            try:
-                return submit(client)
-            except QueueFullError as error:
-                refusal = error
-            except EngineStoppedError as error:  # it failed or began to drain just now
-                refusal = refusal or error
-        raise refusal or EngineStoppedError("no replica of the engine takes new requests: try again shortly")
 
     def _in_order(self, prompt: Sequence[int], cache_salt: str | None) -> list[EngineClient]:
         """The replicas that may get a request, the best one first."""

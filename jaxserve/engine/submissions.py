@@ -1,11 +1,13 @@
-"""Requests under way: whether one may be submitted, what has not ended yet, and to whom outputs go."""
+"""Requests on their way in and under way: how they are submitted, what has not ended yet, and to whom outputs go."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +32,98 @@ class StepReceiver:
 
 
 Receiver = GenerationStream | StepReceiver | Callable[[RequestOutput], None]
+
+
+class SubmittingEngine(ABC):
+    """The ways into an engine, all of which come to `submit_as`; the same for one in this process, in another, or several.
+
+    Safe to use from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._request_numbers = itertools.count()
+
+    @property
+    @abstractmethod
+    def num_live(self) -> int:
+        """Choices that were submitted and have not finished."""
+
+    @abstractmethod
+    def submit_as(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        receiver: Receiver,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> None:
+        """As `submit`, for one who gives requests their ids and takes the outputs in any way there is.
+
+        Args:
+            request_id: of no other request that is under way.
+        """
+
+    @abstractmethod
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or one choice of it; unknown ones are left alone."""
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> GenerationStream:
+        """Queues a request; must be called on a running event loop, which its outputs come to.
+
+        Args:
+            cache_salt, priority: as `Request` has them.
+
+        Raises:
+            RequestError: the request can never be served as asked.
+            QueueFullError: too many wait already.
+            EngineStoppedError: the engine drains, was shut down or failed.
+        """
+        stream = GenerationStream(self._new_request_id(), sampling.n, self.abort)
+        self.submit_as(stream.request_id, prompt_token_ids, sampling, stream, cache_salt=cache_salt, priority=priority)
+        return stream
+
+    def submit_with_callback(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_output: Callable[[RequestOutput], None],
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        """As `submit`, for code without an event loop.
+
+        Args:
+            on_output: called in the thread that brings outputs, which is the engine's own where it runs in this process;
+                must be quick. If it raises, that is logged and the request is aborted.
+
+        Returns:
+            The request's id, for `abort`.
+        """
+        request_id = self._new_request_id()
+        self.submit_as(request_id, prompt_token_ids, sampling, on_output, cache_salt=cache_salt, priority=priority)
+        return request_id
+
+    async def wait_drained(self, timeout: float) -> bool:
+        """Waits until nothing runs; False if that takes longer than `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.num_live:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    def _new_request_id(self) -> str:
+        return f"request-{next(self._request_numbers)}"
 
 
 class Submissions:
@@ -72,15 +166,6 @@ class Submissions:
         """Request id and index of each of them."""
         with self._lock:
             return [(request_id, index) for request_id, left in self._unfinished.items() for index in sorted(left)]
-
-    async def wait_none_live(self, timeout: float) -> bool:
-        """Waits until nothing runs; False if that takes longer than `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while self._num_live:
-            if time.monotonic() >= deadline:
-                return False
-            await asyncio.sleep(0.02)
-        return True
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, priority: int) -> None:
         """Raises:

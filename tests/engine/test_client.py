@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.engine.client import EngineClient, GenerationStream, choice_seed
+from jaxserve.engine.client import EngineClient, choice_seed
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError, RequestOutput
 from jaxserve.engine.scheduler import Scheduler, SchedulerLimits
+from jaxserve.engine.stream import GenerationStream
 from jaxserve.sampling_params import SamplingParams
 from tests.engine.fake_device import VOCAB_SIZE, FakeRunner, solo_tokens
 from tests.engine.scheduler_harness import make_limits
@@ -512,6 +513,20 @@ def test_a_pinned_prompt_is_there_for_the_first_request() -> None:
     with engine() as client:
         client.pin_prompt(prompt)
         assert cached_tokens(client, [*prompt[:8], 30, 31]) == 8
+
+
+def test_a_prompt_is_pinned_beside_requests_whose_ids_another_engine_gave() -> None:
+    gate = Gate()
+    gate.free_steps = 1
+    with engine(gate=gate) as client:
+        collected = Collected()
+        client.submit_as("request-0", PROMPT, SamplingParams(max_tokens=5, seed=2, ignore_eos=True), collected)
+        pinned = threading.Thread(target=client.pin_prompt, args=(list(range(10)),))
+        pinned.start()
+        gate.opened.set()
+        pinned.join(TIMEOUT)
+        assert collected.tokens() == solo_tokens(PROMPT, 2, 5)
+        assert not pinned.is_alive()
 
 
 def test_a_pinned_prompt_that_cannot_be_served_is_refused() -> None:
