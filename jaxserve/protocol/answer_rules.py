@@ -56,10 +56,17 @@ class AnswerRules:
         choice: ToolChoice = request.tool_choice or "auto"
         if not request.tools or choice == "none":
             return None
-        if self._format is None or not self._template_knows_tools:
+        if not self._template_knows_tools:
             raise BadRequestError(
-                "`tools`: the chat template of this model does not know tools, or not in a form that is told by it; "
-                "where it does, start the server with --tool-call-parser",
+                "This model takes no `tools`: its chat template has no place for them. Leave them out, or serve a model "
+                "whose chat template knows tools.",
+                param="tools",
+                code="no_tool_support",
+            )
+        if self._format is None:
+            raise BadRequestError(
+                "`tools` cannot be used: the chat template of this model does not tell how it writes calls. Start the "
+                "server with --tool-call-parser.",
                 param="tools",
                 code="no_tool_support",
             )

@@ -148,7 +148,12 @@ async def test_refusals(fields: dict[str, Any], param: str) -> None:
     assert refused.value.param == param
 
 
-async def test_a_model_without_tools_says_so() -> None:
-    with pytest.raises(BadRequestError) as refused:
-        await ask(fake_service(FakeEngine(say("x"))))
+@pytest.mark.parametrize(
+    ("template", "remedy"),
+    [("{{ messages }}", r"serve a model whose chat template knows tools\.$"),
+     ("{{ tools }}{{ messages }}", r"Start the server with --tool-call-parser\.$")],
+)  # fmt: skip
+async def test_a_model_without_tools_says_so_and_what_to_do(template: str, remedy: str) -> None:
+    with pytest.raises(BadRequestError, match=remedy) as refused:
+        await ask(fake_service(FakeEngine(say("x")), template=template))
     assert (refused.value.param, refused.value.code) == ("tools", "no_tool_support")
