@@ -6,6 +6,7 @@ longer than loading what came out of it. A file here is used only by the same so
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -13,6 +14,7 @@ import os
 import pickle
 import platform
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,14 +46,28 @@ def compile_options(platform: str, bucket: Bucket | None = None) -> CompileOptio
     # The KV cache is updated in place, but the pass that trades memory for work counts a new cache for each kernel that
     # writes to it. It then computes what all layers share anew for each layer: some 150 kernels a step.
     options: CompileOptions = {"xla_disable_hlo_passes": "rematerialization"}
-    if bucket is not None and bucket.decode_tokens + bucket.prefill_tokens > 1:
+    if bucket is not None and _num_tokens(bucket) > 1:
         # cuBLAS's kernels are as fast or faster there than Triton's, and of them its own first choice is as good as the one
-        # that wins a quiet trial. While everything compiles at once trials disturb each other: they take most of a minute
-        # of all cores, and what wins varies from start to start (steps of 8 sequences took 4.6 ms after one start and 5.9
-        # after another).
+        # that wins a quiet trial, but for a few sizes. While everything compiles at once trials disturb each other: they
+        # take most of a minute of all cores, and what wins varies from start to start (steps of 8 sequences took 4.6 ms
+        # after one start and 5.9 after another).
         options["xla_gpu_enable_triton_gemm"] = False
-        options["xla_gpu_autotune_level"] = 0
+        if not needs_trials(bucket):
+            options["xla_gpu_autotune_level"] = 0
     return options
+
+
+def needs_trials(bucket: Bucket) -> bool:
+    """Whether XLA is to try on the GPU which kernels suit a step's products: one such program at a time.
+
+    cuBLAS's first choice costs steps of 128 tokens a fifth (a prompt of 128: 6.3 ms, after trials 5.1) and those of 192 four
+    percent. For a single token the choice is between its kernels and Triton's.
+    """
+    return _num_tokens(bucket) in (1, 128, 192)
+
+
+def _num_tokens(bucket: Bucket) -> int:
+    return bucket.decode_tokens + bucket.prefill_tokens
 
 
 class ExecutableCache:
@@ -68,6 +84,7 @@ class ExecutableCache:
         self._folder = folder
         self._devices = tuple(devices)
         self._platform = device.platform
+        self._trials = threading.Lock()
         self._context = "\n".join(
             [
                 context,
@@ -94,7 +111,10 @@ class ExecutableCache:
             loaded = _load(path, self._devices)
             if loaded is not None:
                 return loaded
-        compiled = lower().compile(compiler_options=compile_options(self._platform, bucket))
+        lowered = lower()
+        is_alone = self._platform == "gpu" and bucket is not None and needs_trials(bucket)
+        with self._trials if is_alone else contextlib.nullcontext():
+            compiled = lowered.compile(compiler_options=compile_options(self._platform, bucket))
         if path is not None:
             _store(path, compiled)
         return compiled

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -135,6 +139,48 @@ def test_a_gpus_programs_take_cublas_for_more_than_one_token_and_nothing_is_aske
     for options in (decode, mixed):
         assert not options["xla_gpu_enable_triton_gemm"]
         assert options["xla_gpu_autotune_level"] == 0
+    for tried in (Bucket(64, 4, 64), Bucket(0, 4, 128), Bucket(32, 0, 0, 3), Bucket(64, 4, 128)):
+        options = compile_options("gpu", tried)
+        assert not options["xla_gpu_enable_triton_gemm"]
+        assert "xla_gpu_autotune_level" not in options
+
+
+def test_programs_whose_products_are_tried_compile_one_at_a_time_beside_the_others() -> None:
+    programs = ExecutableCache(None, [_Device("gpu")], "context")  # pyright: ignore[reportArgumentType]
+    tried, others = (Bucket(1, 0, 0), Bucket(0, 4, 128)), (Bucket(8, 0, 0), Bucket(16, 0, 0))
+    lowered = _Lowered()
+    with ThreadPoolExecutor(4) as pool:
+        compiling = [
+            pool.submit(programs.load_or_compile, "name", lambda: lowered, bucket=bucket)  # pyright: ignore[reportArgumentType]
+            for bucket in (*tried, *others)
+        ]
+        begun = [lowered.begun.acquire(timeout=timeout) for timeout in (60, 60, 60, 0.1)]
+        lowered.may_end.set()
+        assert begun == [True, True, True, False]
+        assert [future.result() for future in compiling] == ["compiled"] * 4
+
+
+@dataclass(frozen=True)
+class _Device:
+    platform: str
+    device_kind: str = "kind"
+
+    @property
+    def client(self) -> SimpleNamespace:
+        return SimpleNamespace(platform_version="version")
+
+
+class _Lowered:
+    """A program whose compiling tells that it has begun, and ends when it may."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Semaphore(0), threading.Event()
+
+    def compile(self, compiler_options: dict[str, Any]) -> str:
+        assert compiler_options
+        self.begun.release()
+        self.may_end.wait()
+        return "compiled"
 
 
 def test_what_the_first_start_measured_holds_for_the_next_ones(
