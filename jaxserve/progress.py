@@ -8,7 +8,10 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Shows tasks; `task` yields a function that is called with the amount done since its last call."""
+    """Shows tasks; `task` yields a function that is called with the amount done since its last call.
+
+    Without a total and a unit (""), nothing is counted: it is shown that the work goes on.
+    """
 
     def task(self, description: str, total: int | None, unit: str) -> AbstractContextManager[Callable[[int], None]]: ...
 

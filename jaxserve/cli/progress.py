@@ -86,6 +86,8 @@ class _AmountColumn(TextColumn):
 
     def render(self, task: Task) -> Text:
         unit = task.fields["unit"]
+        if not unit:
+            return Text()
         text = done_text(task.completed, task.total, unit)
         if task.speed:
             text += f", {amount_text(task.speed, unit)}/s"

@@ -208,21 +208,22 @@ def build_runner(
         drafting = make_drafting(
             config.speculative_config, Model(device_config, params), draft, sizes, mesh, cache_dtype
         )
-    runner = ModelRunner(
-        device_config,
-        params,
-        mesh=mesh,
-        sizes=sizes,
-        buckets=buckets,
-        cache_dtype=cache_dtype,
-        layerwise=_platform(mesh) == "cpu",
-        program_folder=program_folder() if cluster is None else None,  # a program of several hosts cannot be kept
-        offload=offload,
-        drafting=drafting,
-        peers=None
-        if config.disable_custom_all_reduce
-        else _peer_memory(device_config, mesh, dtype, limits.max_num_seqs),
-    )
+    with progress.task("making the KV cache", None, ""):
+        runner = ModelRunner(
+            device_config,
+            params,
+            mesh=mesh,
+            sizes=sizes,
+            buckets=buckets,
+            cache_dtype=cache_dtype,
+            layerwise=_platform(mesh) == "cpu",
+            program_folder=program_folder() if cluster is None else None,  # a program of several hosts cannot be kept
+            offload=offload,
+            drafting=drafting,
+            peers=None
+            if config.disable_custom_all_reduce
+            else _peer_memory(device_config, mesh, dtype, limits.max_num_seqs),
+        )
     runner.warm_up(progress, compares=cluster is None)
     usable, usable_as = usable_bytes(config, mesh)
     host = None if offload is None else HostMemory(offload.num_bytes, offload.num_places)

@@ -146,7 +146,8 @@ class ModelRunner:
             self.page_copier.compile(self._programs, self._cache)
         self._programs.remove_unused()
         if not self._layerwise:
-            self._rehearse()
+            with progress.task("trying out", len(self._forward), "programs") as advance:
+                self._rehearse(advance)
             if compares:
                 undrafted = [bucket for bucket in self._forward if not bucket.num_drafts]
                 names = sorted(map(str, undrafted))
@@ -168,33 +169,37 @@ class ModelRunner:
             seconds[str(bucket)] = (time.perf_counter() - started) / _TIMED
         return seconds
 
-    def _rehearse(self) -> None:
+    def _rehearse(self, advance: Callable[[int], None]) -> None:
         """Runs every program on an empty step: what a GPU sets up at a program's first runs is no request's wait."""
         nobody = ScheduledBatch(decode=(), prefill=())
         rehearsed: set[int] = set()  # rows of the sampling programs that have run
-        for bucket, forward in self._forward.items():
+        for bucket in self._forward:
             packed = put_replicated(pack(nobody, bucket, self._sizes), self._replicated)
             if bucket.num_drafts:
                 for _ in range(_SETTING_UP):
                     self._rehearse_verification(nobody, bucket, packed)
-                continue
-            for _ in range(_SETTING_UP):  # one by one: nothing may be loaded while a device waits for another one
-                result = forward(self._params, self._cache, self._state, packed)
-                self._cache, self._state = result.cache, result.state
-                jax.block_until_ready(self._state)
-            if len(result.slots) in rehearsed:
-                continue
-            rehearsed.add(len(result.slots))
-            empty = np.zeros((0, self._mask_words), np.int32)
-            nothing = self._padded_masks(empty, nobody, bucket, len(result.slots))
-            for _ in range(_SETTING_UP):
-                for mode in self._buckets.sampling_modes:
-                    self._run_sampling(mode, result.logits, result.slots, None)
-                for mode in self._buckets.masked_modes:
-                    self._run_sampling(mode, result.logits, result.slots, nothing)
+            else:
+                self._rehearse_step(nobody, bucket, packed, rehearsed)
+            advance(1)
         if self.page_copier is not None:
             self._cache = self.page_copier.rehearse(self._cache)
         jax.block_until_ready((self._cache, self._state))
+
+    def _rehearse_step(self, nobody: ScheduledBatch, bucket: Bucket, packed: jax.Array, rehearsed: set[int]) -> None:
+        for _ in range(_SETTING_UP):  # one by one: nothing may be loaded while a device waits for another one
+            result = self._forward[bucket](self._params, self._cache, self._state, packed)
+            self._cache, self._state = result.cache, result.state
+            jax.block_until_ready(self._state)
+        if len(result.slots) in rehearsed:
+            return
+        rehearsed.add(len(result.slots))
+        empty = np.zeros((0, self._mask_words), np.int32)
+        nothing = self._padded_masks(empty, nobody, bucket, len(result.slots))
+        for _ in range(_SETTING_UP):
+            for mode in self._buckets.sampling_modes:
+                self._run_sampling(mode, result.logits, result.slots, None)
+            for mode in self._buckets.masked_modes:
+                self._run_sampling(mode, result.logits, result.slots, nothing)
 
     def _rehearse_verification(self, nobody: ScheduledBatch, bucket: Bucket, packed: jax.Array) -> None:
         masks = np.full((bucket.rows, self._mask_words), -1, np.int32)

@@ -62,6 +62,8 @@ def launch(
     template = load_chat_template(tokenizer, model)
     draft_folder = resolve_draft_model(config, tokenizer, progress)
     start = partial(start_checkpoint_engine, folder, draft_folder, config)
+    if engine_process is not None:
+        logger.info("starting the engine in a process of its own")  # it says nothing before it has imported all
     engine = start(progress).engine if engine_process is None else RemoteEngine(start, engine_process)
     service = OpenAIService(
         engine,

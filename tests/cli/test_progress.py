@@ -44,6 +44,13 @@ def test_bars_end_with_the_amount(total: int | None) -> None:
     assert ("30 of 30 layers" if total else "30 layers") in text
 
 
+def test_bars_of_uncounted_work_show_no_amount() -> None:
+    stream = Terminal()
+    with BarProgress(stream).task("Waiting", None, ""):
+        pass
+    assert "Waiting" in stream.getvalue() and " of " not in stream.getvalue()
+
+
 def test_no_end_is_announced_for_work_that_failed() -> None:
     stream = io.StringIO()
     with pytest.raises(OSError, match="gone"), LineProgress(stream).task("Loading", None, "layers"):

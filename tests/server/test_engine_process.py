@@ -97,6 +97,13 @@ def wait_idle(client: httpx.Client) -> None:
         time.sleep(0.01)
 
 
+def test_each_part_of_the_start_is_announced(server: ServerProcess) -> None:
+    """Somebody who waits sees what for, from the start of the process on."""
+    parts = ["starting the engine in a process of its own", "Loading weights …", "making the KV cache …", "compiling …"]
+    places = [server.log.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places), server.log
+
+
 def test_a_stream_is_the_answer_and_the_metrics_know_of_both(client: httpx.Client) -> None:
     before = metric(client, "generation_tokens_total")
     whole = complete(client, logprobs=2, seed=1)
