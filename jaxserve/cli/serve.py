@@ -97,7 +97,7 @@ def serve(
     verbose: Verbose = 0,
 ) -> None:
     """Serve MODEL over HTTP, the way OpenAI's API does."""
-    configure_logging(verbose, shown=_SHOWN)
+    configure_logging(verbose, shown=_SHOWN, over_bars=True)
     configure_access_log(enabled=access_log != "none")
     with reported_errors(verbose):
         engine_config = EngineConfig(
@@ -159,5 +159,5 @@ def serve(
         from jaxserve.engine.engine_process import ProcessSetup
         from jaxserve.server.run import serve as run_server
 
-        setup = ProcessSetup(partial(configure_logging, verbose, shown=_SHOWN), progress_on)
+        setup = ProcessSetup(partial(configure_logging, verbose, shown=_SHOWN, over_bars=True), progress_on)
         raise typer.Exit(run_server(model, engine_config, server_config, progress_on(), setup))
