@@ -23,6 +23,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.request import EngineStoppedError, FinishReason, QueueFullError, RequestError, TokenLogprobs
 from jaxserve.loop_thread import LoopThread
 from jaxserve.progress import NoProgress, Progress
+from jaxserve.progress_display import progress_on
 from jaxserve.protocol.chunk_stream import ChunkStream
 from jaxserve.protocol.engine_protocol import Stats
 from jaxserve.protocol.errors import BadRequestError, from_engine_error, from_error_output
@@ -157,18 +158,16 @@ class AsyncEngine:
     Args:
         model: a known name, a local folder or file, "hf:ORG/NAME"; or a service that was launched already.
         config: how the engine runs it.
-        progress: shows how far loading is.
+        progress: True: how far loading is, on stderr, as the commands show it; or what shows it; False: nothing is shown.
 
     Building one loads and compiles, which blocks for seconds to minutes: do it before the event loop has other work.
     """
 
     def __init__(
-        self, model: str | OpenAIService, config: EngineConfig | None = None, *, progress: Progress | None = None
+        self, model: str | OpenAIService, config: EngineConfig | None = None, *, progress: Progress | bool = False
     ) -> None:
         self._service = (
-            model
-            if isinstance(model, OpenAIService)
-            else launch(model, config or EngineConfig(), progress or NoProgress())
+            model if isinstance(model, OpenAIService) else launch(model, config or EngineConfig(), _shown(progress))
         )
         # An interpreter that ends around a thread inside the device's runtime crashes, so the engine stops before that.
         atexit.register(self._service.close)
@@ -362,7 +361,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: str | OpenAIService, config: EngineConfig | None = None, *, progress: Progress | None = None
+        self, model: str | OpenAIService, config: EngineConfig | None = None, *, progress: Progress | bool = False
     ) -> None:
         self._engine = AsyncEngine(model, config, progress=progress)
         self._loop = LoopThread()
@@ -397,6 +396,12 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _shown(progress: Progress | bool) -> Progress:
+    if isinstance(progress, bool):
+        return progress_on() if progress else NoProgress()
+    return progress
 
 
 def _as_json(fields: dict[str, Any]) -> dict[str, Any]:

@@ -29,10 +29,10 @@ from jaxserve.cli.options import (
     read_speculative_config,
 )
 from jaxserve.cli.profile import kernels
-from jaxserve.cli.progress import progress_on
 from jaxserve.cli.serve_options import EngineProcessName
 from jaxserve.config import EngineConfig, EngineProcess
 from jaxserve.device_memory import claim_device_memory
+from jaxserve.progress_display import progress_on
 
 if TYPE_CHECKING:
     from jaxserve.bench.records import Load, Summary

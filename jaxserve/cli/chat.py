@@ -28,9 +28,9 @@ from jaxserve.cli.options import (
     Verbose,
     read_speculative_config,
 )
-from jaxserve.cli.progress import progress_on
 from jaxserve.config import EngineConfig
 from jaxserve.device_memory import claim_device_memory
+from jaxserve.progress_display import progress_on
 
 _SETTINGS = ChatSettings()
 _ENGINE = EngineConfig()

@@ -10,7 +10,7 @@ import typer
 from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
 from jaxserve.cli.options import Verbose
-from jaxserve.cli.progress import progress_on
+from jaxserve.progress_display import progress_on
 
 
 def export(

@@ -12,7 +12,7 @@ import typer
 from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
 from jaxserve.cli.options import Verbose
-from jaxserve.cli.progress import amount_text
+from jaxserve.progress_display import amount_text
 
 if TYPE_CHECKING:
     from jaxserve.checkpoint.inspection import DeviceMemory, Inspection

@@ -11,7 +11,7 @@ from jaxserve.cli.bench_options import parse_counts
 from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
 from jaxserve.cli.options import DeviceName, DTypeName, KVCacheDTypeName, QuantizationName, Verbose
-from jaxserve.cli.progress import progress_on
+from jaxserve.progress_display import progress_on
 
 
 def profile(

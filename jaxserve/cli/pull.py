@@ -7,7 +7,7 @@ import typer
 from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
 from jaxserve.cli.options import DEFAULT_MODEL, Model, Verbose
-from jaxserve.cli.progress import progress_on
+from jaxserve.progress_display import progress_on
 
 
 def pull(model: Model = DEFAULT_MODEL, verbose: Verbose = 0) -> None:

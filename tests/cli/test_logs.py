@@ -49,7 +49,7 @@ def test_access_log_goes_to_stdout_as_it_is(enabled: int, expected: str) -> None
 BAR_PROGRAM = """
 import logging, sys
 from jaxserve.cli.logs import configure_access_log, configure_logging
-from jaxserve.cli.progress import progress_on
+from jaxserve.progress_display import progress_on
 configure_logging(0, shown=("jaxserve.server",), over_bars=True)
 configure_access_log(enabled=True)
 with progress_on().task("Loading", 30, "layers") as advance:

@@ -2,8 +2,8 @@ import io
 
 import pytest
 
-from jaxserve.cli import progress as cli_progress
-from jaxserve.cli.progress import BarProgress, LineProgress, amount_text, done_text, progress_on
+from jaxserve import progress_display
+from jaxserve.progress_display import BarProgress, LineProgress, amount_text, done_text, progress_on
 
 
 class Terminal(io.StringIO):
@@ -18,7 +18,7 @@ def test_bars_on_a_terminal_and_lines_elsewhere() -> None:
 
 def test_lines_tell_start_progress_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(cli_progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress_display.time, "monotonic", lambda: now)
     stream = io.StringIO()
     with LineProgress(stream).task("Downloading", 200_000_000, "bytes") as advance:
         advance(1_000_000)  # too soon after the last line
