@@ -43,13 +43,21 @@ def plan(
     speculative_configs: Sequence[str],
     static_batching: bool,
     endpoints: Sequence[str],
+    synthetic_acceptance: float | None = None,
 ) -> list[Configuration]:
     """Every combination of the engine's settings, plain and speculating; static batching with the first of them; and each
     endpoint as a competitor.
 
+    Args:
+        synthetic_acceptance: probability that those that speculate keep a draft, whatever it is.
+
     Raises:
-        ValueError: there is nothing to measure, or two would have the same name.
+        ValueError: there is nothing to measure, two would have the same name, or an acceptance is given for nobody.
     """
+    if synthetic_acceptance is not None and not speculative_configs:
+        raise ValueError(
+            "--speculative-synthetic-acceptance says something of --speculative-config only: give that too"
+        )
     found: list[Configuration] = []
     for model, tensor, data in itertools.product(models, tensor_parallel_sizes, data_parallel_sizes):
         prefix = f"{Path(model).stem} " if len(models) > 1 else ""
@@ -61,6 +69,8 @@ def plan(
         for number, speculation in enumerate(speculative_configs, start=1):
             suffix = f" speculation{f' {number}' if len(speculative_configs) > 1 else ''}"
             speculating = (*arguments, "--speculative-config", speculation)
+            if synthetic_acceptance is not None:
+                speculating += ("--speculative-synthetic-acceptance", str(synthetic_acceptance))
             found.append(Configuration(name + suffix, speculating, tensor * data))
     if static_batching and found:
         first = found[0]

@@ -10,7 +10,7 @@ import typer
 from jaxserve.cli import bench_options as options
 from jaxserve.cli.errors import EXIT_FAILURE, reported_errors
 from jaxserve.cli.logs import configure_logging
-from jaxserve.cli.options import DTypeName, Verbose
+from jaxserve.cli.options import DTypeName, SyntheticAcceptance, Verbose
 
 SWEEP_CONCURRENCY = "1,4,8,10,16,20,30,64"
 
@@ -33,6 +33,7 @@ def sweep(
     speculative_config: Annotated[
         list[str] | None, typer.Option(metavar="JSON", help="Measured beside plain decoding; may be repeated.")
     ] = None,
+    speculative_synthetic_acceptance: SyntheticAcceptance = None,
     static_batching: Annotated[
         bool, typer.Option("--static-batching", help="Measure static batching too, with the first configuration.")
     ] = False,
@@ -74,6 +75,7 @@ def sweep(
             speculative_configs=speculative_config or [],
             static_batching=static_batching,
             endpoints=endpoint or [],
+            synthetic_acceptance=speculative_synthetic_acceptance,
         )
         passed = {
             "--concurrency": concurrency, "--request-rate": request_rate, "--trace-speed": trace_speed,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -22,7 +23,7 @@ from jaxserve.bench.verdict import verdict
 from jaxserve.cli.main import build_app
 from tests.bench.made_up_runs import LOADS, write_run, write_sweep
 
-ONE = {"speculative_configs": (), "static_batching": False, "endpoints": ()}
+ONE: dict[str, Any] = {"speculative_configs": (), "static_batching": False, "endpoints": ()}
 
 
 def names(configurations: list[Configuration]) -> list[str]:
@@ -50,11 +51,21 @@ def test_every_combination_is_a_configuration_and_endpoints_compete() -> None:
     assert found[9].arguments == ("--endpoint", "http://127.0.0.1:8001/v1")
 
 
+def test_an_acceptance_that_is_made_up_goes_to_those_that_speculate() -> None:
+    sizes: dict[str, Any] = {"tensor_parallel_sizes": [1], "data_parallel_sizes": [1]}
+    plain, speculating = plan(["a"], **sizes, **ONE | {"speculative_configs": ["{}"]}, synthetic_acceptance=0.8)
+    assert speculating.arguments == (
+        *plain.arguments, "--speculative-config", "{}", "--speculative-synthetic-acceptance", "0.8"
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="--speculative-config"):
+        plan(["a"], **sizes, **ONE, synthetic_acceptance=0.8)
+
+
 def test_nothing_to_measure_is_an_error() -> None:
     with pytest.raises(ValueError, match="give --model or --endpoint"):
-        plan([], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE)  # type: ignore[arg-type]
+        plan([], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE)
     with pytest.raises(ValueError, match="the same name"):
-        plan(["a/x", "b/x"], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE)  # type: ignore[arg-type]
+        plan(["a/x", "b/x"], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE)
 
 
 @pytest.fixture
@@ -71,7 +82,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def test_a_sweep_goes_on_where_it_stopped_and_past_what_fails(tmp_path: Path, commands: list[list[str]]) -> None:
-    configurations = plan(["m"], tensor_parallel_sizes=[1, 2, 4], data_parallel_sizes=[1], **ONE)  # type: ignore[arg-type]
+    configurations = plan(["m"], tensor_parallel_sizes=[1, 2, 4], data_parallel_sizes=[1], **ONE)
     write_run(tmp_path, "TP1")
     failed = run_sweep(configurations, LOADS, ["--concurrency", "1"], tmp_path, lambda text: None)
     assert failed == ["TP2"]
@@ -94,7 +105,7 @@ def test_a_cpu_has_as_many_devices_as_a_configuration_needs(monkeypatch: pytest.
 
 
 def series_of(folder: Path, name: str, **settings: object) -> Series:
-    return read_series(write_run(folder, name, noise=0.0, **settings))  # type: ignore[arg-type]
+    return read_series(write_run(folder, name, noise=0.0, **settings))
 
 
 def test_the_verdict_names_the_best_under_the_goal_and_the_next(tmp_path: Path) -> None:
