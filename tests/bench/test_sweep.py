@@ -105,7 +105,7 @@ def test_a_cpu_has_as_many_devices_as_a_configuration_needs(monkeypatch: pytest.
 
 
 def series_of(folder: Path, name: str, **settings: object) -> Series:
-    return read_series(write_run(folder, name, noise=0.0, **settings))
+    return read_series(write_run(folder, name, noise=0.0, **settings))  # type: ignore[arg-type]
 
 
 def test_the_verdict_names_the_best_under_the_goal_and_the_next(tmp_path: Path) -> None:
