@@ -124,14 +124,12 @@ class _Host:
             if failure is not None and not has_failed:  # before the outputs that say so of each request
                 has_failed = True
                 self._pipe.send_bytes(encode_event(Failed(portable(failure))))
-            snapshot = self._snapshot(hosted)
             has_ended = any(output.finish_reason is not None for output in outputs)
             is_due = has_ended or bool(events) or is_last or time.monotonic() >= due
             if is_due:
                 due = time.monotonic() + (_SETTLE_SECONDS if has_ended else SNAPSHOT_SECONDS)
-            news = None
-            if _num_present(snapshot) != _num_present(sent) or (is_due and not _is_same(snapshot, sent)):
-                news = sent = snapshot
+            news = self._news(hosted, sent) if is_due or hosted.engine.sequence_counts() != _counts(sent) else None
+            sent = news or sent
             if outputs or news is not None:
                 self._pipe.send_bytes(encode_outputs(outputs, news))
             for event in events:  # with numbers that know of them
@@ -155,6 +153,11 @@ class _Host:
 
     def _snapshot(self, hosted: HostedEngine) -> Snapshot:
         return Snapshot(hosted.engine.stats(), hosted.engine.is_ready)
+
+    def _news(self, hosted: HostedEngine, sent: Snapshot) -> Snapshot | None:
+        """The engine's numbers of now; None: nothing happened since the last ones."""
+        snapshot = self._snapshot(hosted)
+        return None if _is_same(snapshot, sent) else snapshot
 
     def _receive(self) -> None:
         """The thread that does what the parent says."""
@@ -280,7 +283,8 @@ def _compile(hosted: HostedEngine, source: Any) -> Future[Constraint]:
     return refused
 
 
-def _num_present(snapshot: Snapshot) -> tuple[int, int]:
+def _counts(snapshot: Snapshot) -> tuple[int, int]:
+    """As the engine's `sequence_counts` were."""
     return snapshot.stats.num_running, snapshot.stats.num_waiting
 
 

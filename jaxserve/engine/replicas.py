@@ -145,6 +145,11 @@ class ReplicatedEngine(SubmittingEngine):
         """Of all replicas together; `replicas` has each, or None for one that does not run."""
         return _combined([client.stats() if client is not None else None for client in self._clients], self.device_kind)
 
+    def sequence_counts(self) -> tuple[int, int]:
+        """As `EngineClient.sequence_counts`, summed."""
+        counts = [client.sequence_counts() for client in self._running()]
+        return sum(running for running, _ in counts), sum(waiting for _, waiting in counts)
+
     def busy_times(self) -> tuple[float, float]:
         """As `EngineClient.busy_times`, summed."""
         times = [client.busy_times() for client in self._running()]

@@ -288,3 +288,13 @@ def test_numbers_are_summed() -> None:
         assert stats.finished == {"length": 4}
         assert sum(stats.step_times.counts) == stats.num_steps == sum(part.num_steps for part in parts)
         assert engine.busy_times() == (stats.busy_s, stats.device_idle_s)
+
+
+def test_counts_are_those_of_the_numbers() -> None:
+    builder = Builder(opened=False)
+    with replicated(builder) as engine:
+        for _ in range(2 * LIMITS.max_num_seqs + 3):
+            start(engine)
+        until(lambda: engine.sequence_counts() == (2 * LIMITS.max_num_seqs, 3))
+        stats = engine.stats()
+        assert engine.sequence_counts() == (stats.num_running, stats.num_waiting)
