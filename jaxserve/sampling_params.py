@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 from jaxserve.constraint import Constraint
 
@@ -11,6 +13,9 @@ MAX_CHOICES = 128  # OpenAI's limit of `n`
 MAX_LOGPROBS = 20  # OpenAI's limit of `top_logprobs`
 MAX_LOGIT_BIAS = 1024  # entries
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+
+# Kinds of sampling; each also does what those before it do.
+SamplingMode = Literal["greedy", "random", "filtered", "full"]
 
 
 @dataclass(frozen=True)
@@ -116,3 +121,14 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @cached_property  # it is asked for at every step
+    def mode(self) -> SamplingMode:
+        """The cheapest kind of sampling that does all that is asked."""
+        if self.changes_logits or self.logprobs is not None:
+            return "full"
+        if self.greedy:
+            return "greedy"
+        if self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0:
+            return "filtered"
+        return "random"

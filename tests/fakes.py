@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -114,7 +113,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
         if index in self._unfinished:
             self._unfinished.discard(index)
             output = self._output(index, tokens)
-            self._outputs.put_nowait(dataclasses.replace(output, finish_reason=reason, **fields))  # type: ignore[arg-type]
+            self._outputs.put_nowait(output._replace(finish_reason=reason, **fields))  # type: ignore[arg-type]
             self._tasks[index].cancel()
             if not self._unfinished:
                 self._engine.live.pop(self.request_id, None)
@@ -126,10 +125,10 @@ class FakeStream(AsyncIterator[RequestOutput]):
         logprobs_of = self._engine.logprobs_of
         if self._sampling.logprobs is not None:
             values = tuple(logprobs_of(token, self._sampling.logprobs) for token in output.token_ids)
-            output = dataclasses.replace(output, logprobs=values)
+            output = output._replace(logprobs=values)
         if index == 0 and self._unsent_prompt is not None and self._sampling.prompt_logprobs is not None:
             rest = [logprobs_of(token, self._sampling.prompt_logprobs) for token in self._unsent_prompt[1:]]
-            output = dataclasses.replace(output, prompt_logprobs=(None, *rest))
+            output = output._replace(prompt_logprobs=(None, *rest))
             self._unsent_prompt = None
         return output
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from jaxserve.engine.device_batch import Bucket
 from jaxserve.engine.schedule import ScheduledBatch
-from jaxserve.models.sampling import SamplingMode
+from jaxserve.sampling_params import SamplingMode
 
 # Products of fewer tokens take no less time: reading the weights decides it.
 _SMALLEST_PREFILL = 64

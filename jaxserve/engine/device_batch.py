@@ -5,6 +5,7 @@ One transfer a step costs less than a dozen small ones. Floats travel as their b
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,7 +86,8 @@ def field_shapes(bucket: Bucket, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _offsets(bucket: Bucket, sizes: Sizes) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+@functools.cache  # a fraction of what packing a step that decodes takes, instead of most of it
+def _offsets(bucket: Bucket, sizes: Sizes) -> tuple[Mapping[str, tuple[int, tuple[int, ...]]], int]:
     """Offset and shape of each field, and the length of the whole vector.
 
     Every field begins at a multiple of 256 bytes: XLA hands kernels views into the vector, which must be so aligned.

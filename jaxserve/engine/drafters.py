@@ -17,8 +17,8 @@ from jaxserve.engine.decode_state import DecodeState, SpeculationState
 from jaxserve.engine.device_batch import Bucket, Sizes
 from jaxserve.engine.processor_state import ProcessorState
 from jaxserve.models.prompt_lookup import look_up
-from jaxserve.models.sampling import SamplingMode
 from jaxserve.models.speculative_sampling import Drafts
+from jaxserve.sampling_params import SamplingMode
 
 CATCH_UP_TOKENS = 32
 

@@ -9,10 +9,9 @@ import numpy as np
 
 from jaxserve.engine.device_batch import Bucket
 from jaxserve.engine.schedule import DraftedTokens, LogprobRows, SampledTokens, ScheduledBatch
-from jaxserve.engine.sequence import Sequence
 from jaxserve.models.logit_processors import Logprobs
-from jaxserve.models.sampling import SamplingMode
 from jaxserve.models.speculative_sampling import Drafts
+from jaxserve.sampling_params import SamplingMode
 
 _SAMPLING_COST: dict[SamplingMode, int] = {"greedy": 0, "random": 1, "filtered": 2, "full": 3}
 
@@ -44,29 +43,10 @@ class PendingTokens:
 
 def cheapest_mode(batch: ScheduledBatch, modes: tuple[SamplingMode, ...]) -> SamplingMode:
     """The cheapest compiled kind of sampling that serves every row of a step that samples."""
-    needed = max(
-        (
-            _SAMPLING_COST[_mode_of(sequence)]
-            for sequence in (
-                *(row.sequence for row in batch.decode),
-                *(chunk.sequence for chunk in batch.prefill if chunk.samples),
-            )
-        ),
-        default=0,
-    )
+    wanted: set[SamplingMode] = {row.sequence.request.sampling.mode for row in batch.decode}
+    wanted.update(chunk.sequence.request.sampling.mode for chunk in batch.prefill if chunk.samples)
+    needed = max((_SAMPLING_COST[mode] for mode in wanted), default=0)
     return next(mode for mode in modes if _SAMPLING_COST[mode] >= needed)
-
-
-def _mode_of(sequence: Sequence) -> SamplingMode:
-    """What one sequence needs of sampling."""
-    sampling = sequence.request.sampling
-    if sampling.changes_logits or sampling.logprobs is not None:
-        return "full"
-    if sampling.greedy:
-        return "greedy"
-    if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-        return "filtered"
-    return "random"
 
 
 def read_drafts(pending: PendingLogits) -> DraftedTokens:

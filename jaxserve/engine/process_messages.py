@@ -1,7 +1,7 @@
 """What crosses between an engine in a process of its own and the process that takes requests.
 
 Commands go one way, one pickled object each. The other way, what a step brought is one message: tuples through `marshal`,
-which for a step of 64 rows takes 26 µs to write and 37 to read where pickled dataclasses take 185 and 46.
+which for a step of 64 rows takes 30 µs to write and 36 to read where `pickle` takes 80 and 72.
 """
 
 from __future__ import annotations
@@ -151,11 +151,10 @@ def encode_outputs(outputs: Sequence[RequestOutput], snapshot: Snapshot | None) 
 
 
 def _row(output: RequestOutput) -> tuple[Any, ...]:
-    return (
-        output.request_id, output.index, output.token_ids, output.finish_reason, output.stop_token_id,
-        output.num_cached_tokens, output.error, output.is_retryable, _plain(output.logprobs),
-        _plain(output.prompt_logprobs), output.time, output.scheduled_time,
-    )  # fmt: skip
+    """A plain tuple, and plain ones in it."""
+    if output.logprobs is not None or output.prompt_logprobs is not None:
+        output = output._replace(logprobs=_plain(output.logprobs), prompt_logprobs=_plain(output.prompt_logprobs))
+    return tuple(output)
 
 
 def decode(message: bytes) -> tuple[list[RequestOutput], Event | None]:
@@ -165,25 +164,21 @@ def decode(message: bytes) -> tuple[list[RequestOutput], Event | None]:
 
 
 def _output(row: tuple[Any, ...]) -> RequestOutput:
-    """As `RequestOutput` is made of them, which sets each field of a frozen object in turn and takes four times as long."""
-    output = object.__new__(RequestOutput)
-    fields = output.__dict__
-    (
-        fields["request_id"], fields["index"], fields["token_ids"], fields["finish_reason"], fields["stop_token_id"],
-        fields["num_cached_tokens"], fields["error"], fields["is_retryable"], logprobs, of_prompt, fields["time"],
-        fields["scheduled_time"],
-    ) = row  # fmt: skip
-    fields["logprobs"] = None if logprobs is None else tuple(TokenLogprobs(*place) for place in logprobs)
-    fields["prompt_logprobs"] = (
-        None if of_prompt is None else tuple(place and TokenLogprobs(*place) for place in of_prompt)
-    )
+    output = RequestOutput._make(row)
+    if output.logprobs is not None or output.prompt_logprobs is not None:
+        output = output._replace(logprobs=_places(output.logprobs), prompt_logprobs=_places(output.prompt_logprobs))
     return output
 
 
-def _plain(places: Sequence[TokenLogprobs | None] | None) -> list[tuple[Any, ...] | None] | None:
+def _plain(places: Sequence[TokenLogprobs | None] | None) -> Any:
     if places is None:
         return None
-    return [place and (place.token_id, place.logprob, place.top) for place in places]
+    return tuple(place and (place.token_id, place.logprob, place.top) for place in places)
+
+
+def _places(plain: Any) -> Any:
+    """Inverse of `_plain`."""
+    return None if plain is None else tuple(place and TokenLogprobs(*place) for place in plain)
 
 
 def portable(error: BaseException) -> BaseException:

@@ -19,8 +19,8 @@ from jaxserve.engine.executors import ForwardCompiler, ForwardExecutor
 from jaxserve.engine.processor_state import ProcessorState, slot_processors_like
 from jaxserve.engine.programs import without_layers
 from jaxserve.engine.token_masks import num_words
-from jaxserve.models.sampling import SamplingMode
 from jaxserve.progress import Progress
+from jaxserve.sampling_params import SamplingMode
 from jaxserve.sharding.placement import replicated
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,9 @@ from jaxserve.models.batch import Batch
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
 from jaxserve.models.logit_processors import Logprobs, mask_logits, process_logits, token_logprobs
 from jaxserve.models.params import LayerParams, LlamaParams, param_specs
-from jaxserve.models.sampling import SamplingMode, row_keys, sample
+from jaxserve.models.sampling import row_keys, sample
 from jaxserve.models.speculative_sampling import Drafts
+from jaxserve.sampling_params import SamplingMode
 from jaxserve.sharding.collectives import Collectives
 from jaxserve.sharding.mesh import TENSOR_AXIS
 from jaxserve.sharding.placement import partition_specs

@@ -38,9 +38,9 @@ from jaxserve.kernels.peer_memory import PeerMemory
 from jaxserve.models.kv_cache import KVCache, kv_cache_specs
 from jaxserve.models.logit_processors import Logprobs
 from jaxserve.models.params import LlamaParams
-from jaxserve.models.sampling import SamplingMode
 from jaxserve.models.speculative_sampling import Drafts
 from jaxserve.progress import Progress
+from jaxserve.sampling_params import SamplingMode
 from jaxserve.sharding.placement import named_shardings, put_replicated, replicated
 
 logger = logging.getLogger(__name__)

@@ -182,7 +182,6 @@ class Scheduler:
         Args:
             row: of `logprobs`, where those of the tokens begin.
         """
-        is_first = len(sequence.token_ids) == sequence.num_prompt_tokens
         end = GOES_ON
         taken = 0
         while end.reason is None and taken < len(tokens):
@@ -199,6 +198,9 @@ class Scheduler:
         told: tuple[TokenLogprobs, ...] | None = None
         if wanted is not None and logprobs is not None:
             told = tuple(token_logprobs(tokens[place], logprobs, row + place, wanted) for place in range(taken))
+        told_of_prompt: tuple[TokenLogprobs | None, ...] | None = None
+        if sequence.prompt_logprobs and sequence.num_output_tokens == taken:  # its first output
+            told_of_prompt = tuple(sequence.prompt_logprobs)
         return RequestOutput(
             sequence.request.request_id,
             sequence.index,
@@ -208,7 +210,7 @@ class Scheduler:
             error=end.error,
             num_cached_tokens=sequence.num_cached_tokens,
             logprobs=told,
-            prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first and sequence.prompt_logprobs else None,
+            prompt_logprobs=told_of_prompt,
             time=now,
             scheduled_time=sequence.scheduled_time,
         )
@@ -217,7 +219,7 @@ class Scheduler:
         """A row for each sequence that decodes; and those that run with known tokens left to compute, in their order."""
         rows: list[DecodeRow] = []
         unfinished: list[Sequence] = []
-        page_size = self.limits.page_size
+        page_size, longest = self.limits.page_size, self.limits.longest_sequence
         # Preemption takes from the end of `running`: it never hits a row that was collected before.
         for sequence in list(self.running):
             if not sequence.is_decoding:
@@ -227,7 +229,7 @@ class Scheduler:
                 continue
             page, page_index = -1, -1
             most_computed = sequence.num_computed + sequence.num_drafts_in_flight
-            if most_computed >= self.limits.longest_sequence:
+            if most_computed >= longest:
                 continue  # perhaps there is no place left for a token: that is known when the drafts are fetched
             if most_computed == len(sequence.pages) * page_size:
                 pages = self._allocate_or_preempt(sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jaxserve.constraint import TokenConstraint
 from jaxserve.engine.draft_record import DraftRecord
@@ -76,7 +77,7 @@ class Sequence:
         wanted = self.request.sampling.prompt_logprobs is not None and self.index == 0
         return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens
 
-    @property
+    @cached_property  # it is asked for with every token
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
 
@@ -88,7 +89,7 @@ class Sequence:
     @property
     def num_output_launched(self) -> int:
         """Output tokens, with those that launched steps will give at least."""
-        return self.num_output_tokens + self.num_in_flight - self.num_known_in_flight
+        return len(self.token_ids) - self.num_prompt_tokens + self.num_in_flight - self.num_known_in_flight
 
     @property
     def is_complete_when_fetched(self) -> bool:

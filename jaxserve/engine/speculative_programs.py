@@ -17,8 +17,8 @@ from jaxserve.engine.drafters import Drafter, DraftStep, speculation_of
 from jaxserve.engine.head_drafters import HeadDrafter, Seen
 from jaxserve.engine.processor_state import ProcessorState, count_verified, rows_of
 from jaxserve.models.logit_processors import Logprobs, mask_logits, process_logits, token_logprobs
-from jaxserve.models.sampling import SamplingMode
 from jaxserve.models.speculative_sampling import Drafts, Verified, position_counters, repeat_rows, verify
+from jaxserve.sampling_params import SamplingMode
 
 _WHOLE = PartitionSpec()  # replicated
 

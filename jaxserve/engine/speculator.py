@@ -26,8 +26,8 @@ from jaxserve.engine.speculative_programs import SpeculativePrograms
 from jaxserve.engine.token_masks import num_words
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.logit_processors import Logprobs
-from jaxserve.models.sampling import SamplingMode
 from jaxserve.models.speculative_sampling import Drafts
+from jaxserve.sampling_params import SamplingMode
 from jaxserve.sharding.placement import put_replicated, replicated
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Callable
 
 from jaxserve.engine.request import RequestOutput, TokenLogprobs
@@ -106,14 +105,13 @@ class _JoinedOutput:
     def take(self) -> tuple[RequestOutput, bool]:
         """The next tokens, at most `MAX_JOINED_TOKENS`, and whether that was all; the last of them say how it ended."""
         is_all = len(self._token_ids) <= MAX_JOINED_TOKENS
-        output = dataclasses.replace(
-            self._last,
+        output = self._last._replace(
             token_ids=tuple(self._token_ids[:MAX_JOINED_TOKENS]),
             logprobs=tuple(self._logprobs[:MAX_JOINED_TOKENS]) or None,
             prompt_logprobs=self._prompt_logprobs,
         )
         if not is_all:
-            output = dataclasses.replace(output, finish_reason=None, stop_token_id=None, error=None)
+            output = output._replace(finish_reason=None, stop_token_id=None, error=None)
             self._prompt_logprobs = None
             del self._token_ids[:MAX_JOINED_TOKENS], self._logprobs[:MAX_JOINED_TOKENS]
         return output, is_all

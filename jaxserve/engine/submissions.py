@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from jaxserve.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # two of them are never the same one
 class StepReceiver:
     """Takes all that a step brought for its requests at once.
 
@@ -32,6 +33,7 @@ class StepReceiver:
 
 
 Receiver = GenerationStream | StepReceiver | Callable[[RequestOutput], None]
+_Delivery = tuple[GenerationStream, RequestOutput]
 
 
 class SubmittingEngine(ABC):
@@ -206,20 +208,20 @@ class Submissions:
 
     def distribute(self, outputs: list[RequestOutput]) -> None:
         """Hands outputs to their receivers, with one wake-up for each event loop. One thread at a time."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[GenerationStream, RequestOutput]]] = {}
-        by_step: dict[int, tuple[StepReceiver, list[RequestOutput]]] = {}
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Delivery]] = defaultdict(list)
+        by_step: defaultdict[StepReceiver, list[RequestOutput]] = defaultdict(list)
         for output in outputs:
             receiver = self._receivers.get(output.request_id)
             if receiver is None:
                 continue
             self._count(output)
-            if isinstance(receiver, GenerationStream):
-                by_loop.setdefault(receiver.loop, []).append((receiver, output))
-            elif isinstance(receiver, StepReceiver):
-                by_step.setdefault(id(receiver), (receiver, []))[1].append(output)
+            if isinstance(receiver, StepReceiver):
+                by_step[receiver].append(output)
+            elif isinstance(receiver, GenerationStream):
+                by_loop[receiver.loop].append((receiver, output))
             else:
                 self._call_back(receiver, output)
-        for receiver, of_step in by_step.values():
+        for receiver, of_step in by_step.items():
             receiver.deliver(of_step)
         for loop, deliveries in by_loop.items():
             try:
@@ -275,6 +277,6 @@ def _discard(output: RequestOutput) -> None:
     del output
 
 
-def _deliver_all(deliveries: list[tuple[GenerationStream, RequestOutput]]) -> None:
+def _deliver_all(deliveries: list[_Delivery]) -> None:
     for stream, output in deliveries:
         stream.deliver(output)

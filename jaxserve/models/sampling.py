@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-SamplingMode = Literal["greedy", "random", "filtered", "full"]
+from jaxserve.sampling_params import SamplingMode
 
 _INFINITY_BITS = 0x7F800000
 _MIN_TEMPERATURE = 1e-5  # below this a row is greedy: what is drawn is the most likely token in any case

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxserve.models.sampling import SamplingArrays, SamplingMode, log_probabilities, row_keys, sample
+from jaxserve.models.sampling import SamplingArrays, log_probabilities, row_keys, sample
+from jaxserve.sampling_params import SamplingMode
 
 # What is folded into a position's key for the further draws there; the token's own noise comes of the key itself.
 _ACCEPTANCE, _RESIDUAL, _SYNTHETIC = 1, 2, 3

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.sampling import SamplingArrays, SamplingMode, row_keys, sample
+from jaxserve.models.sampling import SamplingArrays, row_keys, sample
+from jaxserve.sampling_params import SamplingMode
 
 VOCAB = 8
 LOGITS = np.array([1.0, -0.5, 2.0, 0.3, -3.0, 1.6, 0.0, -1.2], np.float32)  # no two alike
