@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ async def test_cached_tokens_are_those_that_the_first_choice_found(monkeypatch: 
     plain = FakeStream._output
 
     def output(stream: FakeStream, index: int, tokens: Any) -> Any:
-        return dataclasses.replace(plain(stream, index, tokens), num_cached_tokens=64 if index else 16)
+        return plain(stream, index, tokens)._replace(num_cached_tokens=64 if index else 16)
 
     monkeypatch.setattr(FakeStream, "_output", output)
     service = fake_service(FakeEngine(say("x")))
