@@ -23,7 +23,8 @@ Title = Annotated[str, typer.Option(metavar="TEXT", help="Of the report.")]
 
 def sweep(
     model: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL", help="As for `jaxserve bench`; may be given several times.")
+        list[str] | None,
+        typer.Option("--model", metavar="MODEL", help="As for `jaxserve bench`; may be given several times."),
     ] = None,
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="For everything; what is done there is kept.")] = Path(
         "bench-sweep"
