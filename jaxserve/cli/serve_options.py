@@ -10,7 +10,7 @@ import typer
 from jaxserve.config import EngineProcess, ToolCallFormat
 
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0: all.")]
-Port = Annotated[int, typer.Option(metavar="PORT", help="Port to listen on; 0: any free one.")]
+Port = Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0: any free one.")]
 UnixSocket = Annotated[
     str | None, typer.Option(metavar="PATH", help="Unix socket to listen on, in place of address and port.")
 ]
@@ -52,7 +52,7 @@ NodeRank = Annotated[
     int, typer.Option(metavar="NUMBER", help="Which of the hosts this is; 0 serves, the others follow it.")
 ]
 MasterAddr = Annotated[str, typer.Option(metavar="ADDRESS", help="Address of host 0, for the others.")]
-MasterPort = Annotated[int, typer.Option(metavar="PORT", help="Port at which the hosts come together.")]
+MasterPort = Annotated[int, typer.Option("--port", metavar="PORT", help="Port at which the hosts come together.")]
 ApiKey = Annotated[
     list[str] | None,
     typer.Option(
