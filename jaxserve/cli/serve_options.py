@@ -52,7 +52,7 @@ NodeRank = Annotated[
     int, typer.Option(metavar="NUMBER", help="Which of the hosts this is; 0 serves, the others follow it.")
 ]
 MasterAddr = Annotated[str, typer.Option(metavar="ADDRESS", help="Address of host 0, for the others.")]
-MasterPort = Annotated[int, typer.Option("--port", metavar="PORT", help="Port at which the hosts come together.")]
+MasterPort = Annotated[int, typer.Option("--master-port", metavar="PORT", help="Port at which the hosts come together.")]
 ApiKey = Annotated[
     list[str] | None,
     typer.Option(
