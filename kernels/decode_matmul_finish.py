@@ -41,7 +41,7 @@ class SplitProduct(Protocol):
 
     @property
     def tiles(self) -> int:
-        """Weight tiles that a thread block multiplies side by side."""
+        """Weight tiles that a computing warpgroup multiplies side by side."""
         ...
 
     @property
@@ -51,7 +51,7 @@ class SplitProduct(Protocol):
 
     @property
     def out_columns(self) -> int:
-        """Columns of the result that a thread block, or a cluster of them, owns."""
+        """Columns of the result that a computing warpgroup, or one of each block of a cluster, owns."""
         ...
 
     @property
@@ -71,9 +71,23 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def launch(
-    problem: SplitProduct, body: Callable[..., None], smem: Any, barriers: Any, arrays: Sequence[Array]
+    problem: SplitProduct,
+    body: Callable[..., None],
+    smem: Any,
+    barriers: Any,
+    arrays: Sequence[Array],
+    *,
+    units: int = 1,
+    warpgroups: int = 1,
 ) -> Array:
-    """Runs a kernel's body, which takes the arrays, the result and the parts (see `exchange`), over all columns."""
+    """Runs a kernel's body, which takes the arrays, the result and the parts (see `exchange`), over all columns.
+
+    Args:
+        units: computing warpgroups of a thread block that own `out_columns` each. Such a one is to the other functions
+            here a block of its own: it gives them its number among those of all blocks as `block`, and parts of `smem`
+            and `barriers` that are its own.
+        warpgroups: that compute in a thread block; one more fetches.
+    """
     split = problem.split
     blocks = problem.columns // problem.out_columns
     # The last ranks' rows may end past the padded ones: what they read there goes nowhere.
@@ -85,11 +99,11 @@ def launch(
             jax.ShapeDtypeStruct(parts_shape, jnp.float32),
         ),
         scratch_types={"smem": smem, "barriers": barriers},
-        grid=(blocks,),
+        grid=(blocks // units,),
         grid_names=("block",),
         cluster=(split,) if split > 1 else (),
         cluster_names=("rank",) if split > 1 else (),
-        num_threads=2,
+        num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=problem.interpret,

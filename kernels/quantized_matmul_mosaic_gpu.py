@@ -14,7 +14,7 @@ What the compute warpgroup does with a tile depends on the weights:
 * float8 alone: the tile is widened in registers to float16, which takes one instruction for two numbers and is exact; to
   bfloat16 there is none. x's rows come in float16 as well, each divided by a power of two that fits it into the range.
 * int8: widened in registers to bfloat16, exactly.
-* int4: the same; what a group of inputs gives is multiplied with the group's scales, and added up in float32.
+* int4: the same, and multiplied with the group's scales, rounded once, as XLA's twin does.
 
 Scales of outputs and factors of rows are multiplied with the sums, once.
 """
@@ -39,7 +39,6 @@ from jaxserve.kernels.decode_matmul_finish import (
     launch,
     out_columns,
     rank_rows,
-    round_up,
 )
 from jaxserve.kernels.quantized_matmul_plan import (
     ROW_BYTES,
@@ -47,10 +46,10 @@ from jaxserve.kernels.quantized_matmul_plan import (
     X_DTYPES,
     Problem,
     TuningConfig,
-    block_k,
     choose_config,
     form_of,
 )
+from jaxserve.kernels.quantized_matmul_widen import INT4_EXPONENT, INT8_EXPONENT, widen_int4, widen_int8
 from jaxserve.kernels.quantized_matmul_xla import quantize_rows
 
 _FLOAT16_TOP = 2.0**12  # what rows in float16 are scaled to: their sums, and numbers 2**26 times smaller, stay in range
@@ -60,21 +59,18 @@ def _fetch(problem: Problem, block, rank, refs, smem, barriers) -> None:
     """The memory warpgroup: tiles of the weights, of x, and of the groups' scales, and the residual."""
     stages, steps = problem.config.stages, problem.steps
     first_step = rank * steps
+    outputs = pl.ds(pl.multiple_of(block * problem.block_columns, TILE), problem.block_columns)
+    parts = pl.ds(0, problem.parts)
 
     def along_k(step, length):
         return pl.ds(pl.multiple_of((first_step + step) * length, length), length)
 
     def fetch(step, slot):
         ready = barriers["ready"].at[slot]
-        for tile in range(problem.tiles):
-            part, output = (tile, block * TILE) if problem.is_swiglu else (0, (block * problem.tiles + tile) * TILE)
-            outputs = pl.ds(pl.multiple_of(output, TILE), TILE)
-            plgpu.copy_gmem_to_smem(
-                refs["w"].at[part, outputs, along_k(step, problem.block_k)], smem["w"].at[slot, tile], ready
-            )
-            if problem.form == "int4":
-                groups = along_k(step, problem.groups_per_step)
-                plgpu.copy_gmem_to_smem(refs["scales"].at[groups, part, outputs], smem["scales"].at[slot, tile], ready)
+        plgpu.copy_gmem_to_smem(refs["w"].at[parts, outputs, along_k(step, problem.block_k)], smem["w"].at[slot], ready)
+        if problem.form == "int4":
+            groups = along_k(step, problem.groups_per_step)
+            plgpu.copy_gmem_to_smem(refs["scales"].at[groups, parts, outputs], smem["scales"].at[slot], ready)
         # The box of the copy is as tall as the padded rows; what lies outside of x reads as zero.
         plgpu.copy_gmem_to_smem(
             refs["x"].at[pl.ds(0, problem.padded_rows), along_k(step, problem.block_k)],
@@ -94,12 +90,13 @@ def _fetch(problem: Problem, block, rank, refs, smem, barriers) -> None:
 
         @pl.when(has_rows(problem, rank))
         def _():
-            plgpu.copy_gmem_to_smem(
-                refs["residual"].at[rank_rows(problem, rank), out_columns(problem, block)],
-                smem["out"],
-                barriers["residual"],
-                oob_mode=plgpu.OOBFillMode.ZEROS,
-            )
+            for unit in range(problem.units):
+                plgpu.copy_gmem_to_smem(
+                    refs["residual"].at[rank_rows(problem, rank), out_columns(problem, block * problem.units + unit)],
+                    smem["out"].at[unit],
+                    barriers["residual"].at[unit],
+                    oob_mode=plgpu.OOBFillMode.ZEROS,
+                )
 
     def refill(step, carry):
         slot = lax.rem(step, stages)
@@ -112,74 +109,152 @@ def _fetch(problem: Problem, block, rank, refs, smem, barriers) -> None:
         plgpu.barrier_wait(barriers["consumed"].at[slot])
 
 
-def _left_side(problem: Problem, tile, smem, slot) -> Any:
-    """A weight tile [TILE, block_k] as the tensor cores take it: a reference, or widened in registers."""
-    narrow = smem["w"].at[slot, tile]
+def _role(problem: Problem, warpgroup) -> tuple[Any, Any, Any]:
+    """The unit that a compute warpgroup is of, which of its helpers it is, and the turn that it takes of these."""
+    helpers = problem.helpers
+    unit, helper = (warpgroup, 0) if helpers == 1 else (lax.div(warpgroup, helpers), lax.rem(warpgroup, helpers))
+    return unit, helper, 0 if problem.turns == 1 else lax.rem(helper, problem.turns)
+
+
+def _own_tiles(problem: Problem, helper) -> list[Any]:
+    """Of a unit's tiles, those that a helper multiplies."""
+    return [helper // problem.turns] if problem.own_tiles < problem.tiles else list(range(problem.tiles))
+
+
+def _outputs(problem: Problem, unit, tile) -> tuple[Any, Any]:
+    """The part and the outputs of a unit's tile, counted from where the units are."""
+    part, output = (tile, unit * TILE) if problem.is_swiglu else (0, (unit * problem.tiles + tile) * TILE)
+    return part, pl.ds(pl.multiple_of(output, TILE), TILE)
+
+
+def _narrow(problem: Problem, unit, tile, smem, slot) -> Any:
+    """A weight tile [TILE, block_k]: in registers where it is to be widened there."""
+    narrow = smem["w"].at[slot, *_outputs(problem, unit, tile)]
     if problem.form == "float8":
         return narrow
-    dtype = X_DTYPES[problem.form]
-    if problem.form == "int4":
-        wide = plgpu.load(narrow, layout=plgpu.Layout.WGMMA_UPCAST_4X)  # pyright: ignore[reportCallIssue]
-        wide = plgpu.layout_cast(wide, plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)
-    else:
-        wide = plgpu.load(narrow, layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)  # pyright: ignore[reportCallIssue]
-    return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
+    layout = plgpu.Layout.WGMMA_UPCAST_4X if problem.form == "int4" else plgpu.Layout.WGMMA_UPCAST_2X
+    return plgpu.load(narrow, layout=layout)  # pyright: ignore[reportCallIssue]
 
 
-def _product(problem: Problem, left, x) -> Array:
-    """[TILE, padded_rows], in float32."""
-
-    def body(accumulator):
-        plgpu.wgmma(accumulator, left, x)
-        return accumulator[...]
-
-    return pl.run_scoped(body, plgpu.ACC((TILE, problem.padded_rows), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
+def _group_scales(problem: Problem, unit, tile, group: int, smem, slot) -> Array:
+    """int4: the scales of a group's outputs, bfloat16 [TILE]."""
+    part, outputs = _outputs(problem, unit, tile)
+    return plgpu.load(  # pyright: ignore[reportCallIssue]
+        smem["scales"].at[slot, group, part, outputs], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+    )
 
 
-def _multiply(problem: Problem, smem, barriers) -> list[Array]:
-    """The compute warpgroup's part of k: one [TILE, padded_rows] float32 result for each weight tile."""
-    row_layout = plgpu.Layout.WGMMA.reduce(1)
-    length = problem.block_k // problem.groups_per_step
+def _issue(problem: Problem, warpgroup, slot, smem, accumulators) -> None:
+    """Starts a step's products, which go to `accumulators` [TILE, padded_rows], one for each tile.
 
-    def step(i, sums):
-        slot = lax.rem(i, problem.config.stages)
+    The tensor cores multiply one slab of weights while the next is widened.
+    """
+    unit, helper, _ = _role(problem, warpgroup)
+    tiles = _own_tiles(problem, helper)
+    narrow = [_narrow(problem, unit, tile, smem, slot) for tile in tiles]
+    if problem.form == "float8":
+        for accumulator, left in zip(accumulators, narrow, strict=True):
+            plgpu.wgmma(accumulator, left, smem["x"].at[slot].transpose((1, 0)))
+        return
+    slabs_per_group = problem.block_k // problem.groups_per_step // problem.slab
+    for slab in range(problem.block_k // problem.slab):
+        inputs = slice(slab * problem.slab, (slab + 1) * problem.slab)
+        x = smem["x"].at[slot, :, pl.ds(slab * problem.slab, problem.slab)].transpose((1, 0))
+        for tile, weights, accumulator in zip(tiles, narrow, accumulators, strict=True):
+            left = weights[:, inputs]
+            if problem.form == "int4":
+                scales = _group_scales(problem, unit, tile, slab // slabs_per_group, smem, slot)
+                left = widen_int4(left, scales, on_device=problem.on_device)
+            elif problem.form == "int8":
+                left = widen_int8(left, on_device=problem.on_device)
+            else:
+                left = plgpu.layout_cast(left, plgpu.Layout.WGMMA).astype(X_DTYPES[problem.form])
+            if not problem.on_device:  # the interpreter multiplies references only
+                smem["wide"].at[warpgroup][...] = left
+                left = smem["wide"].at[warpgroup]
+            plgpu.wgmma(accumulator, left, x)
+            plgpu.wgmma_wait(1)  # for the one before this: its registers are free
+
+
+def _multiply(problem: Problem, warpgroup, smem, barriers) -> list[Array]:
+    """A compute warpgroup's part of k: a [TILE, padded_rows] float32 result for each of its weight tiles."""
+    turn = _role(problem, warpgroup)[2]
+    accumulator = plgpu.ACC((TILE, problem.padded_rows), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    accumulators = [accumulator] * problem.own_tiles
+
+    def wait(i):
+        slot = lax.rem(i * problem.turns + turn, problem.config.stages)
         plgpu.barrier_wait(barriers["ready"].at[slot])
-        new_sums = []
-        for tile, total in enumerate(sums):
-            left = _left_side(problem, tile, smem, slot)
-            if not problem.on_device and problem.form != "float8":  # the interpreter multiplies references only
-                smem["wide"].at[tile][...] = left
-                left = smem["wide"].at[tile]
-            for group in range(problem.groups_per_step):
-                inputs = slice(group * length, (group + 1) * length)
-                x = smem["x"].at[slot, :, pl.ds(group * length, length)].transpose((1, 0))
-                if problem.groups_per_step == 1:
-                    part = left
-                else:
-                    part = left[:, inputs] if problem.on_device else left.at[:, pl.ds(group * length, length)]
-                product = _product(problem, part, x)
-                if problem.form == "int4":
-                    scales = plgpu.load(smem["scales"].at[slot, tile, group], layout=row_layout, optimized=False)  # pyright: ignore[reportCallIssue]
-                    product = product * lax.broadcast_in_dim(scales.astype(jnp.float32), product.shape, [0])
-                total = total + product
-            new_sums.append(total)
+        return slot
+
+    def in_place(*accumulators):
+        def step(i, carry):
+            slot = wait(i)
+            _issue(problem, warpgroup, slot, smem, accumulators)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(barriers["consumed"].at[slot])
+            return carry
+
+        lax.fori_loop(0, problem.steps // problem.turns, step, None)
+        return [accumulator[...] for accumulator in accumulators]
+
+    if problem.form != "float8":
+        return pl.run_scoped(in_place, *accumulators)
+
+    def step(i, totals):
+        slot = wait(i)
+
+        def products(*accumulators):
+            _issue(problem, warpgroup, slot, smem, accumulators)
+            return [accumulator[...] for accumulator in accumulators]
+
+        new_totals = jax.tree.map(jnp.add, totals, tuple(pl.run_scoped(products, *accumulators)))
         plgpu.barrier_arrive(barriers["consumed"].at[slot])
-        return tuple(new_sums)
+        return new_totals
 
     zeros = plgpu.layout_cast(jnp.zeros((TILE, problem.padded_rows), jnp.float32), plgpu.Layout.WGMMA)
-    return list(lax.fori_loop(0, problem.steps, step, (zeros,) * problem.tiles))
+    return list(lax.fori_loop(0, problem.steps // problem.turns, step, (zeros,) * problem.own_tiles))
 
 
-def _scale(problem: Problem, block, results: list[Array], refs) -> list[Array]:
+def _leave(problem: Problem, unit, helper, results: list[Array], smem, barriers) -> None:
+    """What all helpers but the first have, for that one."""
+    for tile, result in enumerate(results):
+        smem["left"].at[helper - 1, unit, tile][...] = result
+    plgpu.barrier_arrive(barriers["left"].at[unit])
+
+
+def _gather(problem: Problem, unit, results: list[Array], smem, barriers) -> list[Array]:
+    """All of the unit's results, from the first helper's own and what the others have left."""
+    if problem.helpers == 1:
+        return results
+    plgpu.barrier_wait(barriers["left"].at[unit])
+
+    def left(helper: int, tile: int) -> Array:
+        return plgpu.load(smem["left"].at[helper - 1, unit, tile], layout=plgpu.Layout.WGMMA, optimized=False)  # pyright: ignore[reportCallIssue]
+
+    turns = range(1, problem.turns)
+    gathered = [
+        functools.reduce(jnp.add, (left(turn, tile) for turn in turns), result) for tile, result in enumerate(results)
+    ]
+    for first in range(problem.turns, problem.helpers, problem.turns):  # up
+        gathered.append(functools.reduce(jnp.add, (left(first + turn, 0) for turn in range(problem.turns))))
+    return gathered
+
+
+def _scale(problem: Problem, unit, results: list[Array], refs) -> list[Array]:
     """Results times the scales of their outputs and the factors of their rows."""
     scaled = []
     for tile, result in enumerate(results):
-        if problem.form != "int4":
-            part, output = (tile, block * TILE) if problem.is_swiglu else (0, (block * problem.tiles + tile) * TILE)
-            outputs = pl.ds(pl.multiple_of(output, TILE), TILE)
+        if problem.form == "int4":
+            result = result * 2.0**INT4_EXPONENT
+        else:
             scales = plgpu.load(  # pyright: ignore[reportCallIssue]
-                refs["scales"].at[part, outputs], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+                refs["scales"].at[_outputs(problem, unit, tile)],
+                layout=plgpu.Layout.WGMMA.reduce(1),
+                optimized=False,
             )
+            if problem.form == "int8":
+                scales = scales * 2.0**INT8_EXPONENT
             result = result * lax.broadcast_in_dim(scales, result.shape, [0])
         if "factors" in refs:
             factors = plgpu.load(refs["factors"], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
@@ -190,32 +265,37 @@ def _scale(problem: Problem, block, results: list[Array], refs) -> list[Array]:
 
 def _scratch(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shared memory and barriers of a thread block."""
-    stages, tiles, rows = problem.config.stages, problem.tiles, problem.padded_rows
+    stages, rows, units, helpers = problem.config.stages, problem.padded_rows, problem.units, problem.helpers
     x_dtype, w_dtype = X_DTYPES[problem.form], W_DTYPES[problem.form]
-    # A group's inputs must be whole tiles of x.
-    x_bytes = min(ROW_BYTES, problem.block_k // problem.groups_per_step * jnp.dtype(x_dtype).itemsize)
     x_transforms = (
-        plgpu.TilingTransform((8, x_bytes // jnp.dtype(x_dtype).itemsize)),
-        plgpu.SwizzleTransform(x_bytes),
+        plgpu.TilingTransform((8, problem.slab)),
+        plgpu.SwizzleTransform(problem.slab * jnp.dtype(x_dtype).itemsize),
     )
     w_transforms = (plgpu.TilingTransform((8, problem.block_k)), plgpu.SwizzleTransform(ROW_BYTES))
     smem: dict[str, Any] = {
-        "out": plgpu.SMEM((problem.rows_per_rank, problem.out_columns), problem.out_dtype),
-        "w": plgpu.SMEM((stages, tiles, TILE, problem.block_k), w_dtype, transforms=w_transforms),
+        "out": plgpu.SMEM((units, problem.rows_per_rank, problem.out_columns), problem.out_dtype),
+        "w": plgpu.SMEM(
+            (stages, problem.parts, problem.block_columns, problem.block_k), w_dtype, transforms=w_transforms
+        ),
         "x": plgpu.SMEM((stages, rows, problem.block_k), x_dtype, transforms=x_transforms),
     }
     barriers: dict[str, Any] = {
         "ready": plgpu.Barrier(num_arrivals=problem.copies_per_step, num_barriers=stages),
-        "consumed": plgpu.Barrier(num_barriers=stages),
+        "consumed": plgpu.Barrier(num_arrivals=problem.warpgroups // problem.turns, num_barriers=stages),
     }
     if problem.form == "int4":
-        smem["scales"] = plgpu.SMEM((stages, tiles, problem.groups_per_step, TILE), jnp.bfloat16)
+        smem["scales"] = plgpu.SMEM(
+            (stages, problem.groups_per_step, problem.parts, problem.block_columns), jnp.bfloat16
+        )
     if not problem.on_device:
-        smem["wide"] = plgpu.SMEM((tiles, TILE, problem.block_k), x_dtype)
+        smem["wide"] = plgpu.SMEM((problem.warpgroups, TILE, problem.slab), x_dtype)
+    if helpers > 1:
+        smem["left"] = plgpu.SMEM((helpers - 1, units, problem.own_tiles, TILE, rows), jnp.float32)
+        barriers["left"] = plgpu.Barrier(num_arrivals=helpers - 1, num_barriers=units)
     if problem.split > 1:
-        barriers["exchanged"] = plgpu.ClusterBarrier(collective_axes=("rank",))
+        barriers["exchanged"] = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=units)
     if problem.has_residual:
-        barriers["residual"] = plgpu.Barrier()
+        barriers["residual"] = plgpu.Barrier(num_barriers=units)
     return smem, barriers
 
 
@@ -229,19 +309,37 @@ def _kernel(problem: Problem, arrays: dict[str, Array]) -> Array:
         rank = lax.axis_index("rank") if split > 1 else jnp.int32(0)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == 0)
+        @pl.when(warpgroup < problem.warpgroups)
         def _compute():
             if problem.on_device:
                 plgpu.griddepcontrol_wait()
-            results = _scale(problem, block, _multiply(problem, smem, barriers), refs)
-            join(problem, block, rank, results, out_ref, parts_ref, smem, barriers)
+            unit, helper, _ = _role(problem, warpgroup)
+            results = _multiply(problem, warpgroup, smem, barriers)
+            if problem.helpers > 1:
+                pl.when(helper > 0)(lambda: _leave(problem, unit, helper, results, smem, barriers))
 
-        @pl.when(warpgroup == 1)
+            @pl.when(helper == 0)
+            def _finish():
+                number = block * problem.units + unit
+                sums = _scale(problem, number, _gather(problem, unit, results, smem, barriers), refs)
+                own_smem = {"out": smem["out"].at[unit]}
+                own_barriers = {name: barriers[name].at[unit] for name in ("exchanged", "residual") if name in barriers}
+                join(problem, number, rank, sums, out_ref, parts_ref, own_smem, own_barriers)
+
+        @pl.when(warpgroup == problem.warpgroups)
         def _memory():
             _fetch(problem, block, rank, refs, smem, barriers)
 
     smem, barriers = _scratch(problem)
-    return launch(problem, quantized_matmul, smem, barriers, tuple(arrays.values()))
+    return launch(
+        problem,
+        quantized_matmul,
+        smem,
+        barriers,
+        tuple(arrays.values()),
+        units=problem.units,
+        warpgroups=problem.warpgroups,
+    )
 
 
 def _rows_in_float16(x: Array) -> tuple[Array, Array]:
@@ -277,25 +375,24 @@ def quantized_matmul_mosaic_gpu(
     """
     rows, k = x.shape
     form, columns = form_of(values, quantize_activations), values.shape[1]
-    config = choose_config(form, rows, k, columns, is_swiglu=is_swiglu) if config is None else config
-    if k % (block_k(form) * config.split):
-        raise ValueError(f"{k=} must be a multiple of {block_k(form)} times {config.split=}")
+    group_length = k // scales.shape[0] if form == "int4" else k
+    if config is None:
+        options = {"is_swiglu": is_swiglu, "group_length": group_length, "out_dtype": out_dtype}
+        config = choose_config(form, rows, k, columns, **options)
+    problem = Problem(
+        form, rows, k, columns, group_length, is_swiglu, residual is not None, jnp.dtype(out_dtype), config, interpret
+    )
     factors = None
     if form == "float8":
         x, factors = quantize_rows(x, input_scale, power_of_two_factors=power_of_two_factors)
     elif form == "float8-wide":
         x, factors = _rows_in_float16(x)
     # The copy engine fills up fewer rows than a tile has, but not the last of several tiles.
-    padding = round_up(rows, ROW_ALIGNMENT) - rows
+    padding = problem.padded_rows - rows
     if rows > ROW_ALIGNMENT and padding:
         x = jnp.pad(x, ((0, padding), (0, 0)))
-    group_length = k
     if form == "int4":
-        group_length = k // scales.shape[0]
         values = lax.bitcast_convert_type(values, jnp.int4).reshape(*values.shape[:-1], k)
-    problem = Problem(
-        form, rows, k, columns, group_length, is_swiglu, residual is not None, jnp.dtype(out_dtype), config, interpret
-    )
     arrays = {"x": x, "w": values, "scales": scales}
     if factors is not None:
         arrays["factors"] = jnp.pad(factors[:, 0], (0, padding))

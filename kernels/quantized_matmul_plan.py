@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, Literal
 
 import jax
@@ -15,13 +16,31 @@ Form = Literal["float8", "float8-wide", "int8", "int4"]
 
 ROW_BYTES = 128  # of a weight tile: the widest swizzle
 MAX_ROWS = 64
-MAX_SPLIT = 4
+MAX_TILES = 4  # of a thread block: the copy engine's box is 256 rows tall
+MAX_WARPGROUPS = 4  # that compute in a thread block: more would have too few registers
 MIN_STAGES = 2
 GROUP_LENGTHS = (32, 64, 128)
 
+SPLITS = (1, 2, 4, 8)
+
+# What a block may take of a multiprocessor's shared memory; barriers and alignment have the rest.
+_SHARED_BYTES = 226 * 1024
+_MAX_STAGES = 16
+# Few rows are limited by how many warps hide each other's latencies: four, wherever the registers suffice.
+_UNITS_AND_TURNS = ((4, 1), (3, 1), (2, 2), (2, 1), (1, 4), (1, 3), (1, 2))
+# A Hopper card's, for `_expected_cycles`: all multiprocessors together...
 _MULTIPROCESSORS = 132
-_RING_BYTES = 104 * 1024  # two blocks fit into a multiprocessor's shared memory
-_MAX_STAGES = 12
+_MEMORY_BYTES_PER_CYCLE = 2300
+_L2_BYTES_PER_CYCLE = 3200
+# ... and each of them, where 1 to 4 warpgroups compute; instructions are counted for each thread.
+_BLOCK_BYTES_PER_CYCLE = 45
+_INSTRUCTIONS_PER_CYCLE = (28, 50, 66, 76)
+_MULTIPLICATIONS_PER_CYCLE = 2048
+_ROUND_CYCLES = 2000
+_JOIN_CYCLES = 3000
+_ADD_TURNS_CYCLES = 500
+# Of a thread for each weight: what it takes to widen it, mostly.
+_INSTRUCTIONS: dict[Form, float] = {"float8": 1.2, "float8-wide": 2.4, "int8": 3.1, "int4": 2.9}
 
 X_DTYPES: dict[Form, Any] = {
     "float8": jnp.float8_e4m3fn,
@@ -39,16 +58,33 @@ W_DTYPES: dict[Form, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class TuningConfig:
-    """How a product is cut: `split` thread blocks share the k dimension, each keeps `stages` tiles in flight."""
+    """How a product is cut.
+
+    Args:
+        split: thread blocks that share the k dimension.
+        stages: tiles that each of them keeps in flight.
+        units: of a thread block, which own outputs and share the tiles of x.
+        tiles: of 64 outputs that a warpgroup multiplies side by side. A unit owns as many, but of gate and up always one
+            each, by one warpgroup or by two.
+        turns: warpgroups that take turns with the steps along k of the same outputs; what they have is added up in shared
+            memory.
+    """
 
     split: int
     stages: int
+    units: int = 1
+    tiles: int = 1
+    turns: int = 1
 
     def __post_init__(self) -> None:
-        if self.split not in (1, 2, 4):
-            raise ValueError(f"{self.split=} must be 1, 2 or 4")
+        if self.split not in SPLITS:
+            raise ValueError(f"{self.split=} must be one of {SPLITS}")
         if self.stages < MIN_STAGES:
             raise ValueError(f"{self.stages=} must be at least {MIN_STAGES}")
+        if self.units < 1 or self.tiles not in (1, 2):
+            raise ValueError(f"{self.units=} must be at least 1 and {self.tiles=} 1 or 2")
+        if self.turns < 1 or self.stages % self.turns:
+            raise ValueError(f"{self.stages=} must be a multiple of {self.turns=}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +102,15 @@ class Problem:
     config: TuningConfig
     interpret: Any
 
+    def __post_init__(self) -> None:
+        config = self.config
+        if self.k % (self.block_k * config.split * config.turns):
+            raise ValueError(f"{self.k=} must be a multiple of {self.block_k} times {config.split=} {config.turns=}")
+        if self.units * self.tiles > MAX_TILES or self.warpgroups > MAX_WARPGROUPS:
+            raise ValueError(f"{config=} makes more than {MAX_TILES} tiles or {MAX_WARPGROUPS} warpgroups of a block")
+        if self.columns % self.block_columns:
+            raise ValueError(f"{self.columns=} must be a multiple of {self.block_columns}, by {config=}")
+
     @property
     def on_device(self) -> bool:
         return self.interpret is None
@@ -79,12 +124,46 @@ class Problem:
         return round_up(self.rows, ROW_ALIGNMENT)
 
     @property
+    def units(self) -> int:
+        return self.config.units
+
+    @property
+    def turns(self) -> int:
+        return self.config.turns
+
+    @property
+    def own_tiles(self) -> int:
+        """Of a unit's tiles, those that one warpgroup multiplies side by side."""
+        return self.config.tiles
+
+    @property
+    def helpers(self) -> int:
+        """Warpgroups of a unit; the first of them gathers what they have."""
+        return self.turns * self.tiles // self.own_tiles
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute in a thread block."""
+        return self.units * self.helpers
+
+    @property
     def tiles(self) -> int:
-        return tiles_per_block(self.columns, self.is_swiglu)
+        """Of a unit."""
+        return self.parts if self.is_swiglu else self.config.tiles
 
     @property
     def out_columns(self) -> int:
         return TILE if self.is_swiglu else self.tiles * TILE
+
+    @property
+    def parts(self) -> int:
+        """Gate and up, or the weights."""
+        return 2 if self.is_swiglu else 1
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of the result that all units of a thread block own."""
+        return self.units * self.out_columns
 
     @property
     def rows_per_rank(self) -> int:
@@ -105,7 +184,27 @@ class Problem:
 
     @property
     def copies_per_step(self) -> int:
-        return 1 + self.tiles * (2 if self.form == "int4" else 1)
+        """Of weights and x, and the groups' scales."""
+        return 3 if self.form == "int4" else 2
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of shared memory: what a step fetches."""
+        outputs = self.parts * self.block_columns
+        scale_bytes = 2 * self.groups_per_step * outputs if self.form == "int4" else 0
+        x_bytes = self.padded_rows * self.block_k * jnp.dtype(X_DTYPES[self.form]).itemsize
+        return outputs * ROW_BYTES + x_bytes + scale_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of shared memory: the result, and what all helpers but the first have for that one."""
+        left_bytes = (self.helpers - 1) * self.units * self.own_tiles * TILE * self.padded_rows * 4
+        return self.rows_per_rank * self.block_columns * self.out_dtype.itemsize + left_bytes
+
+    @property
+    def slab(self) -> int:
+        """Inputs that are widened and go to the tensor cores at once: a row of x's tiles, 128 bytes or less."""
+        return min(ROW_BYTES // jnp.dtype(X_DTYPES[self.form]).itemsize, self.block_k // self.groups_per_step)
 
 
 def block_k(form: Form) -> int:
@@ -113,21 +212,53 @@ def block_k(form: Form) -> int:
     return 2 * ROW_BYTES if form == "int4" else ROW_BYTES
 
 
-def tiles_per_block(columns: int, is_swiglu: bool) -> int:
-    """Gate and up, or two neighbours where the columns allow it: x is then fetched half as often."""
-    return 2 if is_swiglu or columns % (2 * TILE) == 0 else 1
+def choose_config(
+    form: Form,
+    rows: int,
+    k: int,
+    columns: int,
+    *,
+    is_swiglu: bool,
+    group_length: int = 128,
+    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> TuningConfig:
+    """Picks by shape alone, so that every start compiles the same program: the cut that should take the fewest cycles."""
+    arguments = (form, rows, k, columns, group_length, is_swiglu, False, jnp.dtype(out_dtype))
+    best: tuple[float, TuningConfig] | None = None
+    for split, (units, turns) in itertools.product(SPLITS, _UNITS_AND_TURNS):
+        try:
+            smallest = Problem(*arguments, TuningConfig(split, max(MIN_STAGES, turns), units, turns=turns), None)
+        except ValueError:  # does not go into the shape
+            continue
+        stages = min((_SHARED_BYTES - smallest.fixed_bytes) // smallest.stage_bytes, _MAX_STAGES) // turns * turns
+        cycles = _expected_cycles(smallest)
+        if stages >= MIN_STAGES and (best is None or cycles < best[0]):
+            best = cycles, dataclasses.replace(smallest.config, stages=stages)
+    if best is None:
+        raise ValueError(f"no cut fits {form} products of {rows=} {k=} {columns=} {is_swiglu=}")
+    return best[1]
 
 
-def choose_config(form: Form, rows: int, k: int, columns: int, *, is_swiglu: bool) -> TuningConfig:
-    """Picks by shape alone, so that every start compiles the same program: enough blocks for every multiprocessor."""
-    tiles = tiles_per_block(columns, is_swiglu)
-    blocks = columns // (TILE if is_swiglu else tiles * TILE)
-    split = 1
-    while split < MAX_SPLIT and blocks * split < _MULTIPROCESSORS and k % (2 * split * block_k(form)) == 0:
-        split *= 2
-    x_bytes = round_up(rows, ROW_ALIGNMENT) * block_k(form) * jnp.dtype(X_DTYPES[form]).itemsize
-    stage_bytes = tiles * TILE * ROW_BYTES + x_bytes
-    return TuningConfig(split, stages=max(MIN_STAGES, min(_RING_BYTES // stage_bytes, _MAX_STAGES)))
+def _expected_cycles(problem: Problem) -> float:
+    """Of a kernel, without what all cuts have in common."""
+    blocks = problem.columns // problem.block_columns * problem.split
+    rounds = -(-blocks // _MULTIPROCESSORS)
+    weights = problem.block_columns * problem.parts * problem.k // problem.split  # of a block
+    weight_bytes = weights * ROW_BYTES // problem.block_k
+    x_bytes = problem.padded_rows * problem.k // problem.split * jnp.dtype(X_DTYPES[problem.form]).itemsize
+    issued = weights * _INSTRUCTIONS[problem.form] / _INSTRUCTIONS_PER_CYCLE[problem.warpgroups - 1]
+    multiplied = weights * problem.padded_rows / _MULTIPLICATIONS_PER_CYCLE
+    return (
+        max(
+            blocks * weight_bytes / _MEMORY_BYTES_PER_CYCLE,
+            blocks * (weight_bytes + x_bytes) / _L2_BYTES_PER_CYCLE,
+            rounds * (weight_bytes + x_bytes) / _BLOCK_BYTES_PER_CYCLE,
+            rounds * max(issued, multiplied),
+        )
+        + (rounds - 1) * _ROUND_CYCLES
+        + (_JOIN_CYCLES if problem.split > 1 else 0)
+        + (_ADD_TURNS_CYCLES if problem.turns > 1 else 0)
+    )
 
 
 def form_of(values: Array, quantize_activations: bool) -> Form:

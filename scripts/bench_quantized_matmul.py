@@ -1,9 +1,10 @@
 """Time products with quantized weights on a GPU, every format and form, beside bfloat16: bandwidth over the weights' bytes.
 
     python scripts/bench_quantized_matmul.py --model llama-3-8b --shapes qkv,down --rows 1,64 --forms bf16,fp8,int8
-    python scripts/bench_quantized_matmul.py --forms fp8,fp8-kernel,fp8-kernel@2x6,int4-kernel@4x8
+    python scripts/bench_quantized_matmul.py --forms fp8,fp8-kernel,fp8-kernel@2x6x2,int4-kernel@4x8x1x2
 
-Forms that end in "-kernel" are the Hopper kernel; "@SPLITxSTAGES" gives it another tuning than its own.
+Forms that end in "-kernel" are the Hopper kernel; "@SPLITxSTAGES[xUNITS[xTILES[xTURNS]]]" gives it another tuning than its
+own.
 
 A program makes many calls that go round several weights, so that the L2 cache serves none of them, and each call's result
 decides the next one's x, so that the calls run one after the other as in a model. Times are those of the kernels, from the
@@ -171,8 +172,7 @@ def form_called(name: str) -> tuple[Multiply, str, bool]:
         return multiply, kind, outputs_first
     if not plain.endswith("-kernel"):
         raise SystemExit(f"error: only kernels can be tuned, not {plain!r}")
-    split, stages = map(int, tuning.split("x"))
-    tuned: Multiply = functools.partial(multiply, config=TuningConfig(split, stages))  # pyright: ignore[reportCallIssue]
+    tuned: Multiply = functools.partial(multiply, config=TuningConfig(*map(int, tuning.split("x"))))  # pyright: ignore[reportCallIssue]
     return tuned, kind, outputs_first
 
 

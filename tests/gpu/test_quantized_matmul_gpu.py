@@ -1,6 +1,7 @@
 """quantized_matmul on a card, at the sizes of a large model."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.kernels.int4 import pack_int4
 from jaxserve.kernels.quantized_matmul import quantized_matmul
 from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
 from jaxserve.kernels.quantized_matmul_plan import TuningConfig
@@ -60,27 +62,71 @@ def test_hopper_kernel_at_sizes_of_a_large_model(form: str, shape: str, rows: in
     check(dataclasses.replace(SHAPES[shape], rows=rows, **options), TOLERANCE, implementation="mosaic_gpu")
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("split", [1, 2, 4])
-@pytest.mark.parametrize("stages", [2, 5])
-@pytest.mark.parametrize("form", FORMATS)
-def test_hopper_kernel_under_every_tuning(form: str, stages: int, split: int) -> None:
-    case = Case(rows=24, k=2048, columns=256, has_residual=True, **{**FORMATS[form], "groups": 16})
+def tuned(case: Case, config: TuningConfig) -> Callable[..., jax.Array]:
+    """The kernel, with the arguments of the public function that the case is for."""
 
-    def tuned(x: jax.Array, values: jax.Array, scales: jax.Array, residual: jax.Array, **_: Any) -> jax.Array:
+    def run(x: jax.Array, values: jax.Array, scales: jax.Array, **options: Any) -> jax.Array:
+        if not case.is_swiglu:
+            values, scales = values[None], scales[:, None] if case.values == "int4" else scales[None]
         return quantized_matmul_mosaic_gpu(
             x,
-            values[None],
-            scales[:, None] if case.values == "int4" else scales[None],
-            residual,
+            values,
+            scales,
+            options.get("residual"),
             quantize_activations=case.quantize_activations,
-            is_swiglu=False,
+            is_swiglu=case.is_swiglu,
             out_dtype=x.dtype,
-            config=TuningConfig(split, stages),
+            config=config,
         )
 
-    first = check(case, TOLERANCE, function=tuned)
-    np.testing.assert_array_equal(check(case, TOLERANCE, function=tuned), first)
+    return run
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("is_swiglu", [False, True])
+@pytest.mark.parametrize("rows", [3, 24])
+@pytest.mark.parametrize(
+    "config",
+    [
+        TuningConfig(1, 2),
+        TuningConfig(4, 5, tiles=2),
+        TuningConfig(8, 2, units=2),
+        TuningConfig(2, 6, units=1, turns=2),
+        TuningConfig(1, 3, units=2, tiles=2),
+        TuningConfig(1, 2, units=1, tiles=2, turns=2),
+    ],
+    ids=lambda config: "x".join(map(str, dataclasses.astuple(config))),
+)
+@pytest.mark.parametrize("form", FORMATS)
+def test_hopper_kernel_under_every_tuning(form: str, config: TuningConfig, rows: int, is_swiglu: bool) -> None:
+    options = {**FORMATS[form], "groups": 64 if form == "int4, groups of 32" else 16}
+    case = Case(rows=rows, k=2048, columns=256, has_residual=not is_swiglu, is_swiglu=is_swiglu, **options)
+    first = check(case, TOLERANCE, function=tuned(case, config))
+    np.testing.assert_array_equal(check(case, TOLERANCE, function=tuned(case, config)), first)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("config", [TuningConfig(2, 2, units=4), TuningConfig(2, 4, turns=4)])
+def test_hopper_kernel_widens_every_integer(config: TuningConfig) -> None:
+    """Exactly: each row of x takes one column of the weights, in which every integer stands."""
+    k, columns, rows = 2048, 256, 64
+    x = jax.nn.one_hot(jnp.arange(rows) * 33, k, dtype=jnp.bfloat16)
+    numbers = jnp.bitwise_and(jnp.arange(columns)[:, None] + jnp.arange(k)[None], 255).astype(jnp.uint8).view(jnp.int8)
+    for values, scales in (
+        (numbers, jnp.full((1, columns), 0.5, jnp.float32)),
+        (pack_int4(numbers >> 4), jnp.full((64, 1, columns), 0.5, jnp.bfloat16)),
+    ):
+        out = quantized_matmul_mosaic_gpu(
+            x,
+            values[None],
+            scales,
+            quantize_activations=False,
+            is_swiglu=False,
+            out_dtype=jnp.dtype(jnp.float32),
+            config=config,
+        )
+        wide = (numbers >> 4 if values.dtype == jnp.uint8 else numbers).astype(jnp.float32)
+        np.testing.assert_array_equal(out, x.astype(jnp.float32) @ wide.T * 0.5)
 
 
 @pytest.mark.usefixtures("hopper")

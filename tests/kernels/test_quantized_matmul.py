@@ -14,7 +14,7 @@ import pytest
 from jaxserve.kernels.int4 import pack_int4, unpack_int4
 from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
 from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
-from jaxserve.kernels.quantized_matmul_plan import TuningConfig, block_k, choose_config, unsupported_reason
+from jaxserve.kernels.quantized_matmul_plan import Problem, TuningConfig, choose_config, unsupported_reason
 from jaxserve.kernels.quantized_matmul_xla import quantize_rows
 from tests.kernels.quantized_matmul_cases import CASES, Case, check, make_arguments
 
@@ -120,11 +120,15 @@ LONG = (
     "float8, both, powers of two, split",
     "float8, both, swiglu",
     "float8 weights, residual",
-    "int8",
+    "int8, four units",
+    "int8, gate and up in turns",
     "int4, groups of 64, swiglu",
 )
 INTERPRETED = {
-    "float8, both, residual": (Case(quantize_activations=True, rows=1, k=256, has_residual=True), TuningConfig(1, 2)),
+    "float8, both, residual": (
+        Case(quantize_activations=True, rows=1, k=256, has_residual=True),
+        TuningConfig(1, 2, units=2),
+    ),
     "float8, both, powers of two, split": (
         Case(quantize_activations=True, power_of_two_factors=True, rows=13, columns=64, has_residual=True),
         TuningConfig(2, 2),
@@ -135,19 +139,26 @@ INTERPRETED = {
     ),
     "float8, both, swiglu": (
         Case(quantize_activations=True, rows=9, k=256, columns=64, is_swiglu=True),
-        TuningConfig(2, 2),
+        TuningConfig(2, 2, tiles=2),
     ),
-    "float8 weights, residual": (Case(rows=5, k=256, has_residual=True), TuningConfig(1, 4)),
+    "float8 weights, residual": (Case(rows=5, k=256, has_residual=True), TuningConfig(1, 4, tiles=2)),
     "float8 weights, swiglu, split finer than rows": (
         Case(rows=3, columns=64, is_swiglu=True),
         TuningConfig(4, 2),
     ),
-    "int8": (Case("int8", rows=24, k=384), TuningConfig(1, 2)),
+    "int8, four units": (Case("int8", rows=24, k=384, columns=256), TuningConfig(1, 2, units=4)),
+    "int8, gate and up in turns": (
+        Case("int8", rows=1, columns=64, is_swiglu=True),
+        TuningConfig(1, 2, turns=2),
+    ),
     "int8, split, float32 result": (
         Case("int8", rows=4, columns=64, out_dtype=jnp.float32, has_residual=True),
         TuningConfig(2, 2),
     ),
-    "int4, groups of 128": (Case("int4", rows=8, groups=4), TuningConfig(1, 2)),
+    "int4, groups of 128, in turns": (
+        Case("int4", rows=8, k=1024, groups=8, columns=64),
+        TuningConfig(1, 4, turns=4),
+    ),
     "int4, groups of 32, split, residual": (
         Case("int4", rows=5, groups=16, columns=64, has_residual=True),
         TuningConfig(2, 2),
@@ -202,15 +213,38 @@ def test_hopper_kernel_gives_the_same_bits_each_time() -> None:
 
 @pytest.mark.parametrize(
     ("k", "columns", "is_swiglu"),
-    [(4096, 6144, False), (4096, 4096, False), (4096, 14336, True), (14336, 4096, False), (7168, 8192, False)],
+    [(4096, 6144, False), (4096, 14336, True), (14336, 4096, False), (7168, 8192, False), (256, 192, False)],
 )
 @pytest.mark.parametrize("form", ["float8", "float8-wide", "int8", "int4"])
 def test_tuning_depends_on_the_shape_alone_and_fits(form: Any, k: int, columns: int, is_swiglu: bool) -> None:
-    for rows in (1, 8, 64):
-        config = choose_config(form, rows, k, columns, is_swiglu=is_swiglu)
-        assert config == choose_config(form, rows, k, columns, is_swiglu=is_swiglu)
-        assert k % (block_k(form) * config.split) == 0
-        assert config.stages >= 2
+    shared_bytes = 227 * 1024  # a thread block's of a Hopper card
+    for rows, dtype in ((1, jnp.bfloat16), (16, jnp.float32), (64, jnp.float32)):
+        options: dict[str, Any] = {"is_swiglu": is_swiglu, "group_length": 32, "out_dtype": dtype}
+        config = choose_config(form, rows, k, columns, **options)
+        assert config == choose_config(form, rows, k, columns, **options)
+        problem = Problem(form, rows, k, columns, 32, is_swiglu, False, jnp.dtype(dtype), config, None)
+        assert problem.fixed_bytes + config.stages * problem.stage_bytes < shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"split": 3}, "split=3 must be one of"),
+        ({"stages": 1}, "stages=1 must be at least 2"),
+        ({"tiles": 3}, "tiles=3 1 or 2"),
+        ({"turns": 2, "stages": 3}, "stages=3 must be a multiple of .*turns=2"),
+        ({"units": 2, "turns": 3, "stages": 3}, "more than 4 tiles or 4 warpgroups"),
+        ({"split": 4}, "k=384 must be a multiple of 128 times .*split=4"),
+        ({"units": 4}, "columns=384 must be a multiple of 256"),
+    ],
+)
+def test_a_tuning_that_does_not_go_into_the_shape_is_refused(config: dict[str, int], message: str) -> None:
+    def plan() -> Problem:
+        tuning = TuningConfig(**{"split": 1, "stages": 2, **config})
+        return Problem("int8", 8, 384, 384, 384, False, False, jnp.dtype(jnp.bfloat16), tuning, None)
+
+    with pytest.raises(ValueError, match=message):
+        plan()
 
 
 @pytest.mark.parametrize(
