@@ -7,6 +7,7 @@ step. Here the engine's thread only puts a step's outputs into a queue; this pro
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import queue
@@ -74,6 +75,10 @@ def run_engine_process(pipe: Connection, start: StartEngine, setup: ProcessSetup
         pipe.send_bytes(encode_event(Failed(portable(error))))
         _exit(EXIT_FAILED)
         return
+    # Else, each time that Python looks through all objects for cycles, no step is launched for a tenth of a second or more:
+    # what loading and compiling have left is a quarter of a million of them.
+    gc.collect()
+    gc.freeze()
     host.serve(hosted)
     if hosted.engine.failure is not None:
         _exit(EXIT_FAILED)  # a thread may still wait for a device, and jax for hosts that are gone

@@ -220,6 +220,7 @@ class ReplicatedEngine(SubmittingEngine):
         traceback.clear_frames(client.failure.__traceback__)  # they hold the device's arrays
         failure = client.failure
         del client
+        gc.unfreeze()  # the engine's process has frozen what was there when it began to serve
         gc.collect()
         return failure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -69,6 +70,7 @@ class HeldRule:
 def compile_rule(source: tuple[tuple[int, ...], ...], folder: Path) -> Future[Constraint]:
     """A rule of words from their sets; of one that begins with an empty set a `HeldRule`, when no file is "compiling"."""
     rule: Future[Constraint] = Future()
+    (folder / "frozen").write_text(str(gc.get_freeze_count()))
     if source and not source[0]:
         held = HeldRule(WordRule(source[1:], len(source) - 1, jumps=False), folder)
 

@@ -206,6 +206,11 @@ def test_constraints_are_compiled_in_the_engine_s_process(engine: RemoteEngine) 
     assert engine.num_live == 0
 
 
+def test_collecting_garbage_does_not_hold_up_steps(engine: RemoteEngine, folder: Path) -> None:
+    engine.compile_constraint(((1,),)).result(TIMEOUT)
+    assert int((folder / "frozen").read_text()) > 10_000, "what was there before is not looked through again"
+
+
 def test_signals_of_the_terminal_are_the_parent_s_business(engine: RemoteEngine, folder: Path) -> None:
     os.kill(engine.process_id, signal.SIGINT)
     os.kill(engine.process_id, signal.SIGTERM)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -288,6 +290,22 @@ def test_numbers_are_summed() -> None:
         assert stats.finished == {"length": 4}
         assert sum(stats.step_times.counts) == stats.num_steps == sum(part.num_steps for part in parts)
         assert engine.busy_times() == (stats.busy_s, stats.device_idle_s)
+
+
+def test_what_a_failed_replica_had_is_freed_though_it_was_frozen() -> None:
+    builder = Builder()
+    with replicated(builder) as engine:
+        client = weakref.ref(builder.clients.pop())
+        gc.collect()
+        gc.freeze()
+        try:
+            builder.kill(1)
+            builder.gates[0].opened.clear()
+            for _ in range(2):
+                start(engine, sampling=SHORT)
+            until(lambda: client() is None)
+        finally:
+            gc.unfreeze()
 
 
 def test_counts_are_those_of_the_numbers() -> None:
