@@ -48,34 +48,16 @@ ENTRY = {
 SCHEMA = {"type": "array", "items": ENTRY, "minItems": 1000}
 
 
-class SteppingState:
-    """A constraint that tells of no forced tokens."""
-
-    def __init__(self, state: TokenConstraint) -> None:
-        self._state = state
-        self.accept = state.accept
-        self.write_mask = state.write_mask
-        self.look_ahead = state.look_ahead
-
-    @property
-    def is_complete(self) -> bool:
-        return self._state.is_complete
-
-    @property
-    def is_final(self) -> bool:
-        return self._state.is_final
-
-    def forced_run(self, most: int) -> tuple[int, ...]:
-        del most
-        return ()
-
-
 @dataclass(frozen=True)
 class Stepping:
+    """A constraint that tells of no forced tokens."""
+
     grammar: CompiledGrammar
 
     def start(self) -> TokenConstraint:
-        return SteppingState(self.grammar.start())
+        state = self.grammar.start()
+        state.forced_run = lambda most: ()
+        return state
 
 
 def main() -> None:

@@ -121,9 +121,13 @@ def step_times(
                 [[*tokens[:num_drafts], *[0] * num_drafts][:num_drafts] for tokens in following], np.int32
             )
             drafted = DraftedTokens(tokens, counts)
-        times.append(timed(lambda batch=batch, drafted=drafted: writer.write(batch, drafted))[0])
+        times.append(timed(lambda batch=batch, drafted=drafted: write(writer, batch, drafted))[0])
     writer.close()
     return times
+
+
+def write(writer: MaskWriter, batch: ScheduledBatch, drafted: DraftedTokens | None) -> None:
+    writer.find_forced(writer.write(batch, drafted))
 
 
 def row_somewhere(

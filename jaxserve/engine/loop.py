@@ -215,7 +215,9 @@ class EngineLoop:
         masks = self._masks.write(batch, drafted)
         for sequence, message in masks.failed:
             self._scheduler.fail(sequence, message)
-        return self._runner.launch_sample(logits, masks.words)
+        launched = self._runner.launch_sample(logits, masks.words)
+        self._masks.find_forced(masks)
+        return launched
 
     def _device_idle(self, pending: Any, waited_for_host: bool, host_time: float) -> float:
         """How long the device had nothing to do while the host launched a step: all that time, none of it, or a part."""

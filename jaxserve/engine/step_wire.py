@@ -30,6 +30,7 @@ class Constrained:
 
     is_complete: bool = False
     is_final: bool = False
+    batch: None = None
 
     def accept(self, token_id: int) -> None:
         raise TypeError(f"token {token_id} is for the host that schedules")

@@ -1,8 +1,8 @@
 """Masks of the tokens that may come next, for the rows of a step that have a constraint.
 
 A step's forward pass does not depend on the tokens that may follow, and so it is launched first. While the device runs it,
-the host takes in the tokens of the step before and writes the masks; then sampling is launched with them. Batches without
-a constraint never take that way.
+the host takes in the tokens of the step before and writes the masks; then sampling is launched with them, and only then
+the host looks for runs of forced tokens. Batches without a constraint never take that way.
 
 A row with drafts has a mask for each of its positions: after its last token, and after each draft as if that and those
 before it were kept. A draft that its mask does not hold has no probability, so that it is refused, and what comes after it
@@ -12,13 +12,15 @@ does not matter.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.constraint import ConstraintError, TokenConstraint
+from jaxserve.constraint import ConstraintError, MaskBatch, TokenConstraint
 from jaxserve.engine.forced_tokens import forced_tokens
 from jaxserve.engine.schedule import DraftedTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence, SequenceStatus
@@ -26,6 +28,21 @@ from jaxserve.engine.sequence import Sequence, SequenceStatus
 MASK_BITS = 32  # tokens in one word of a mask
 _MAX_THREADS = 16
 _MASKS_PER_THREAD = 4  # fewer are not worth waking a thread for
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A constrained row: its drafts, where its masks lie among those of the step, and a view of them.
+
+    Attributes:
+        words: [positions, words], all bits set.
+    """
+
+    sequence: Sequence
+    constraint: TokenConstraint
+    drafts: tuple[int, ...]
+    first: int
+    words: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -37,20 +54,12 @@ class StepMasks:
             [decode rows * (num_drafts + 1), words]: those of one row after the other's. Bit b of word w stands for token
             32 w + b; rows without a constraint have every bit set.
         failed: sequences whose constraint failed, with what to tell the client.
+        single: rows that a single token may follow, and no end.
     """
 
     words: np.ndarray
     failed: tuple[tuple[Sequence, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A constrained row: its drafts, and where its masks go: [positions, words], all bits set."""
-
-    sequence: Sequence
-    constraint: TokenConstraint
-    drafts: tuple[int, ...]
-    words: np.ndarray
+    single: tuple[_Row, ...] = ()
 
 
 def is_constrained(batch: ScheduledBatch) -> bool:
@@ -80,55 +89,91 @@ class MaskWriter:
             drafted: what the step brings to be verified; None: it has no drafts.
         """
         sequences = [row.sequence for row in batch.decode] + [chunk.sequence for chunk in batch.prefill]
-        words = np.full((len(sequences), batch.num_drafts + 1, self._num_words), -1, np.int32)
+        positions = batch.num_drafts + 1
+        words = np.full((len(sequences) * positions, self._num_words), -1, np.int32)
         samples = [True] * len(batch.decode) + [chunk.samples for chunk in batch.prefill]
         rows = [
-            _Row(sequence, sequence.constraint, () if drafted is None else drafted.of_row(row), words[row])
+            _Row(
+                sequence,
+                sequence.constraint,
+                () if drafted is None else drafted.of_row(row),
+                row * positions,
+                words[row * positions : (row + 1) * positions],
+            )
             for row, sequence in enumerate(sequences)
             if sequence.constraint is not None
             and samples[row]
             and sequence.status is not SequenceStatus.FINISHED  # what was launched past its end is thrown away
         ]
-        num_masks = len(rows) * (batch.num_drafts + 1)
-        num_parts = min(self._num_threads, -(-num_masks // _MASKS_PER_THREAD), len(rows)) or 1
-        parts = [rows[first::num_parts] for first in range(num_parts)]
-        others = [self._threads.submit(_write_rows, part) for part in parts[1:]]
-        failed = _write_rows(parts[0])
+        for row in rows:
+            row.sequence.forced_tokens = ()
+        failed = self._write_next(rows, words)
+        single = tuple(row for row in rows if _is_single(row) and row.first not in failed)
+        self._in_threads(_write_ahead, [row for row in rows if row.drafts and row.first not in failed], positions - 1)
+        return StepMasks(words, tuple((row.sequence, failed[row.first]) for row in rows if row.first in failed), single)
+
+    def find_forced(self, masks: StepMasks) -> None:
+        """Finds out which runs of tokens are forced from here on: `Sequence.forced_tokens`. Before the next step."""
+        self._in_threads(_find_forced, masks.single, 1)
+
+    def _write_next(self, rows: list[_Row], words: np.ndarray) -> dict[int, str]:
+        """The masks of all rows' next tokens; of those that can't get any, why, by where their masks lie."""
+        batches: dict[MaskBatch, list[_Row]] = defaultdict(list)
+        alone: list[_Row] = []
+        for row in rows:
+            batch = row.constraint.batch
+            (alone if batch is None else batches[batch]).append(row)
+        failed: dict[int, str] = {}
+        for batch, together in batches.items():
+            errors = batch.write([row.constraint for row in together], words, [row.first for row in together])
+            failed |= {together[place].first: error for place, error in errors.items()}
+        self._in_threads(lambda row: _write_alone(row, failed), alone, 1)
+        for row in rows:
+            if row.first in failed:
+                pass
+            elif row.constraint.is_complete:
+                allow(row.words[0], row.sequence.stop_token_ids)
+            elif not row.words[0].any():
+                failed[row.first] = "no token may follow, and the output is not complete"
+        for first in failed:
+            words[first] = -1  # what is drawn is thrown away
+        return failed
+
+    def _in_threads(self, function: Callable[[_Row], None], rows: SequenceOf[_Row], num_masks: int) -> None:
+        """Calls it for each row, with so many masks to be written for one, in threads where that is worth it."""
+        num_parts = min(self._num_threads, -(-len(rows) * num_masks // _MASKS_PER_THREAD), len(rows)) or 1
+        others = [self._threads.submit(_call, function, rows[first::num_parts]) for first in range(1, num_parts)]
+        _call(function, rows[::num_parts])
         for other in others:
-            failed += other.result()
-        return StepMasks(words.reshape(-1, self._num_words), tuple(failed))
+            other.result()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
 
-def _write_rows(rows: list[_Row]) -> list[tuple[Sequence, str]]:
-    """The masks of some rows; of those that cannot get any, why."""
-    failed: list[tuple[Sequence, str]] = []
+def _call(function: Callable[[_Row], None], rows: SequenceOf[_Row]) -> None:
     for row in rows:
-        try:
-            error = None if _write_next(row) else "no token may follow, and the output is not complete"
-        except ConstraintError as raised:
-            error = str(raised)
-        if error is not None:
-            failed.append((row.sequence, error))
-            row.words[0] = -1  # what is drawn is thrown away
-        elif row.drafts:
-            _write_ahead(row)
-    return failed
+        function(row)
 
 
-def _write_next(row: _Row) -> bool:
-    """The mask of a row's next token; whether there is any."""
-    sequence, mask = row.sequence, row.words[0]
-    mask[:] = 0
-    sequence.forced_tokens = ()
-    row.constraint.write_mask(mask)
-    if row.constraint.is_complete:
-        allow(mask, sequence.stop_token_ids)
-    else:
-        sequence.forced_tokens = forced_tokens(sequence, row.constraint)
-    return bool(mask.any())
+def _write_alone(row: _Row, failed: dict[int, str]) -> None:
+    row.words[0] = 0
+    try:
+        row.constraint.write_mask(row.words[0])
+    except ConstraintError as raised:
+        failed[row.first] = str(raised)
+
+
+def _is_single(row: _Row) -> bool:
+    """Whether the mask of a row's next token holds one token alone, and the output may not end."""
+    if np.count_nonzero(row.words[0]) != 1 or row.constraint.is_complete:
+        return False
+    word = int(np.max(row.words[0].view(np.uint32)))
+    return word & (word - 1) == 0
+
+
+def _find_forced(row: _Row) -> None:
+    row.sequence.forced_tokens = forced_tokens(row.sequence, row.constraint)
 
 
 def _write_ahead(row: _Row) -> None:

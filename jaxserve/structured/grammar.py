@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import llguidance
 import numpy as np
@@ -50,23 +50,49 @@ class Grammar:
         return Grammar("choice", json.dumps(choices, ensure_ascii=False))
 
 
+@dataclass(frozen=True)
+class GrammarMasks:
+    """Implements `jaxserve.constraint.MaskBatch`: the library's own threads write the masks, which share nothing with
+    Python's. Equal for all grammars over one vocabulary.
+    """
+
+    vocabulary: Vocabulary
+
+    def write(self, states: Sequence[TokenConstraint], masks: np.ndarray, rows: Sequence[int]) -> dict[int, str]:
+        own = cast("Sequence[GrammarState]", states)
+        written = np.zeros((len(own), self.vocabulary.num_words), np.int32)
+        numbered = [(state._matcher, place) for place, state in enumerate(own)]
+        self.vocabulary.executor.unsafe_compute_mask_ptr(numbered, written.ctypes.data, 4 * written.shape[1], len(own))
+        written[:, self.vocabulary.end_id // 32] &= ~(1 << self.vocabulary.end_id % 32)
+        shared = min(masks.shape[1], written.shape[1])
+        masks[rows, :shared] = written[:, :shared]
+        masks[rows, shared:] = 0
+        return {place: state._error() for place, state in enumerate(own) if state._matcher.is_error()}
+
+
 class CompiledGrammar:
     """A grammar over one vocabulary; implements `jaxserve.constraint.Constraint`."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._masks = GrammarMasks(vocabulary)
 
     def start(self) -> TokenConstraint:
-        return GrammarState(self._matcher.deep_copy(), self._vocabulary)
+        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._masks)
 
 
 class GrammarState:
     """How far one output is in its grammar; implements `jaxserve.constraint.TokenConstraint`."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, masks: GrammarMasks) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._masks = masks
+
+    @property
+    def batch(self) -> GrammarMasks:
+        return self._masks
 
     @property
     def is_complete(self) -> bool:
@@ -78,13 +104,13 @@ class GrammarState:
 
     def accept(self, token_id: int) -> None:
         if not self._matcher.consume_token(token_id):
-            raise ConstraintError(f"the output's grammar cannot go on: {_first_line(self._matcher.get_error())}")
+            raise ConstraintError(self._error())
 
     def write_mask(self, mask: np.ndarray) -> None:
         words = np.zeros(self._vocabulary.num_words, np.int32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            raise ConstraintError(f"the output's grammar cannot go on: {_first_line(self._matcher.get_error())}")
+            raise ConstraintError(self._error())
         words[self._vocabulary.end_id // 32] &= ~(1 << self._vocabulary.end_id % 32)
         shared = min(len(mask), len(words))
         mask[:shared] |= words[:shared]
@@ -125,6 +151,9 @@ class GrammarState:
                     break  # it is told when the output comes to that place, if it does
                 can_end.append(matcher.is_accepting())
         return can_end
+
+    def _error(self) -> str:
+        return f"the output's grammar cannot go on: {_first_line(self._matcher.get_error())}"
 
     @contextmanager
     def _trying(self, taken: list[int]) -> Iterator[llguidance.LLMatcher]:

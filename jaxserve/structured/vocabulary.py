@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 
 import llguidance
 
 from jaxserve.text.tokenizer import Tokenizer
 
+_MAX_THREADS = 16
 
-@dataclass(frozen=True)
+
+def _make_executor() -> llguidance.LLExecutor:
+    return llguidance.LLExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) - 1)))
+
+
+@dataclass(frozen=True, eq=False)
 class Vocabulary:
     """Tokens for grammars.
 
     Attributes:
         end_id: an id past all tokens, which the library takes for the end of text: which real tokens end an output
             differs from request to request, and is the engine's business.
+        executor: threads that write many masks at once.
     """
 
     tokenizer: llguidance.LLTokenizer
     end_id: int
+    executor: llguidance.LLExecutor = field(default_factory=_make_executor)
 
     @property
     def num_words(self) -> int:

@@ -33,6 +33,7 @@ class Words:
     def __init__(self, rule: WordRule) -> None:
         self._rule = rule
         self._position = 0
+        self.batch = None
 
     @property
     def is_complete(self) -> bool:

@@ -112,6 +112,7 @@ class Brittle:
     """May be anything, and becomes too complex after the first token, if that is looked at."""
 
     is_complete = is_final = False
+    batch = None
 
     def accept(self, token_id: int) -> None: ...
 

@@ -27,6 +27,7 @@ class Rule:
 
     is_complete = False
     is_final = False
+    batch = None
 
     def __reduce__(self) -> Any:
         raise TypeError("a rule is no plain data")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from jaxserve.constraint import ConstraintError, TokenConstraint
@@ -56,6 +57,28 @@ def test_a_token_that_may_not_stand_there_is_an_error() -> None:
     state = compiled(Grammar("regex", "ab")).start()
     with pytest.raises(ConstraintError):
         state.accept(ord("b"))
+
+
+@pytest.mark.parametrize("num_words", [3, 8, 9, 12])  # fewer than the grammar has, as many, more
+def test_masks_written_together_are_those_written_one_by_one(num_words: int) -> None:
+    ends = compiled(Grammar.of_choices(["a"])).start()
+    ends.accept(ord("a"))
+    fails = compiled(Grammar("regex", "[0-9]+")).start()
+    with pytest.raises(ConstraintError):
+        fails.accept(ord("a"))
+    digits = compiled(Grammar("regex", "[0-9]+")).start()
+    word = compiled(Grammar.of_schema({"enum": ["word"]})).start()
+    states = [digits, fails, word, ends]
+    assert len({state.batch for state in states}) == 1 and digits.batch is not None
+    masks, rows = np.full((6, num_words), -1, np.int32), [4, 1, 0, 3]
+    errors = digits.batch.write(states, masks, rows)
+    assert list(errors) == [1] and "cannot go on" in errors[1]
+    for state, row in ((digits, 4), (word, 0), (ends, 3)):
+        expected = np.zeros(num_words, np.int32)
+        state.write_mask(expected)
+        assert (masks[row] == expected).all()
+    assert masks[4].any() and not masks[3].any()
+    assert (masks[[2, 5]] == -1).all()
 
 
 def test_forced_tokens() -> None:
