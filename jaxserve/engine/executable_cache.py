@@ -16,7 +16,7 @@ import platform
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
 from jaxserve.engine.device_batch import Bucket
+from jaxserve.engine.program_choice import is_settled
 
 logger = logging.getLogger(__name__)
 
 _UNUSED_SECONDS = 30 * 24 * 3600.0
+_KEPT_ROUNDS = 3  # of what was measured, the quickest
 _SOURCE_FOLDERS = ("engine", "kernels", "models", "sharding")
 
 
@@ -120,23 +122,24 @@ class ExecutableCache:
         return compiled
 
     def load_or_measure(
-        self, name: str, parts: Sequence[str], measure: Callable[[], dict[str, float]]
+        self, name: str, parts: Sequence[str], measure: Callable[[Sequence[str]], Mapping[str, Sequence[float]]]
     ) -> dict[str, float]:
-        """What was measured of these parts at the first start with them, so that all starts decide alike by it."""
+        """The least that each part took, at the first start with them, so that all starts decide alike by it.
+
+        Parts whose rounds do not agree, since the machine was disturbed, are measured again at the next start.
+
+        Args:
+            measure: seconds that some of the parts take, several rounds of each.
+        """
         path = self._path(name, "measured")
-        if path is not None:
-            try:
-                found = json.loads(path.read_text())
-                os.utime(path)
-                return {part: float(found[part]) for part in parts}
-            except FileNotFoundError:
-                pass
-            except (OSError, ValueError, TypeError, LookupError) as error:
-                logger.warning("%s cannot be used and is measured anew: %s", path, error)
-        measured = measure()
-        if path is not None:
-            _write(path, json.dumps(measured).encode())
-        return measured
+        rounds = {part: [] for part in parts} if path is None else _load_rounds(path, parts)
+        unsettled = [part for part in parts if not is_settled(rounds[part])]
+        if unsettled:
+            for part, seconds in measure(unsettled).items():
+                rounds[part] = sorted([*rounds[part], *seconds])[:_KEPT_ROUNDS]
+            if path is not None:
+                _write(path, json.dumps(rounds).encode())
+        return {part: min(rounds[part]) for part in parts}
 
     def remove_unused(self) -> None:
         """Deletes programs that no start has used for a month: of older source, versions, sizes."""
@@ -152,6 +155,19 @@ class ExecutableCache:
             return None
         digest = hashlib.sha256(f"{self._context}\n{name}".encode()).hexdigest()
         return self._folder / f"{digest}.{kind}"
+
+
+def _load_rounds(path: Path, parts: Sequence[str]) -> dict[str, list[float]]:
+    """The seconds of each part that are kept there: none, if there are none for all of them."""
+    try:
+        found = json.loads(path.read_text())
+        os.utime(path)
+        return {part: [float(seconds) for seconds in found[part]] for part in parts}
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        logger.warning("%s cannot be used and is measured anew: %s", path, error)
+    return {part: [] for part in parts}
 
 
 def _load(path: Path, devices: Sequence[jax.Device]) -> Any:  # pyright: ignore[reportInvalidTypeForm]

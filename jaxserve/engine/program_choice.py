@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxserve.engine.device_batch import Bucket
 
@@ -31,6 +31,18 @@ def fastest_programs(seconds: Mapping[Bucket, float]) -> dict[Bucket, Bucket]:
                 bucket, own * 1e3, best, seconds[best] * 1e3,
             )  # fmt: skip
     return chosen
+
+
+def is_settled(rounds: Sequence[float]) -> bool:
+    """Whether a program's time is known well enough to choose by.
+
+    Something else that runs on the machine makes some rounds longer, and none shorter: two that agree on the least were not
+    disturbed.
+
+    Args:
+        rounds: seconds that it took each time that it was measured.
+    """
+    return len(rounds) > 1 and min(rounds) >= _GAIN * sorted(rounds)[1]
 
 
 def _may_serve(larger: Bucket, bucket: Bucket) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 # Runs of a program before it takes what it always takes: the first loads its code, the second makes its launch graph.
 _SETTING_UP = 2
-_TIMED = 4
+_ROUNDS, _TIMED = 3, 2  # in which a program's time is measured, and its runs in each
 
 
 class Runner(Protocol):
@@ -149,25 +148,31 @@ class ModelRunner:
             with progress.task("trying out", len(self._forward), "programs") as advance:
                 self._rehearse(advance)
             if compares:
-                undrafted = [bucket for bucket in self._forward if not bucket.num_drafts]
-                names = sorted(map(str, undrafted))
-                measure = partial(self._measure, undrafted)
-                seconds = self._programs.load_or_measure(f"steps of {', '.join(names)}", names, measure)
-                self._serving = fastest_programs({bucket: seconds[str(bucket)] for bucket in undrafted})
+                self._serving = fastest_programs(self._measured_seconds())
 
-    def _measure(self, buckets: list[Bucket]) -> dict[str, float]:
-        """Seconds of each one's steps without anybody in them, launched ahead of each other as always."""
+    def _measured_seconds(self) -> dict[Bucket, float]:
+        """What each program takes that prompts run in; the others have no choice."""
+        buckets = {str(bucket): bucket for bucket in self._forward if bucket.prefill_tokens}
+        names = sorted(buckets)
+
+        def measure(wanted: Sequence[str]) -> dict[str, list[float]]:
+            # Round by round, so that what disturbs the machine for a while does not meet all rounds of a program.
+            rounds = [{name: self._time(buckets[name]) for name in wanted} for _ in range(_ROUNDS)]
+            return {name: [seconds[name] for seconds in rounds] for name in wanted}
+
+        seconds = self._programs.load_or_measure(f"steps of {', '.join(names)}", names, measure)
+        return {bucket: seconds[name] for name, bucket in buckets.items()}
+
+    def _time(self, bucket: Bucket) -> float:
+        """Seconds of a step without anybody in it; such steps are launched ahead of each other as always."""
         nobody = ScheduledBatch(decode=(), prefill=())
-        seconds = {}
-        for bucket in buckets:
-            packed = put_replicated(pack(nobody, bucket, self._sizes), self._replicated)
-            jax.block_until_ready(self._state)
-            started = time.perf_counter()
-            for _ in range(_TIMED):
-                self._forward_step(nobody, bucket, None, packed)
-            jax.block_until_ready(self._state)
-            seconds[str(bucket)] = (time.perf_counter() - started) / _TIMED
-        return seconds
+        packed = put_replicated(pack(nobody, bucket, self._sizes), self._replicated)
+        jax.block_until_ready(self._state)
+        started = time.perf_counter()
+        for _ in range(_TIMED):
+            self._forward_step(nobody, bucket, None, packed)
+        jax.block_until_ready(self._state)
+        return (time.perf_counter() - started) / _TIMED
 
     def _rehearse(self, advance: Callable[[int], None]) -> None:
         """Runs every program on an empty step: what a GPU sets up at a program's first runs is no request's wait."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,26 +183,58 @@ class _Lowered:
         return "compiled"
 
 
-def test_what_the_first_start_measured_holds_for_the_next_ones(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    measured: list[dict[str, float]] = []
+@dataclass
+class Machine:
+    """On which parts take the seconds that are told, one after the other: the rounds of each."""
 
-    def measure() -> dict[str, float]:
-        measured.append({"small": 1.5, "large": 2.0 + len(measured)})
-        return measured[-1]
+    folder: Path | None
+    seconds: dict[str, list[list[float]]]
+    asked: list[list[str]] = field(default_factory=list)
 
-    def start(folder: Path | None, name: str = "steps") -> dict[str, float]:
-        return ExecutableCache(folder, jax.devices()[:1], "context").load_or_measure(name, parts, measure)
+    def start(self, name: str = "steps") -> dict[str, float]:
+        """What a start goes by."""
+        cache = ExecutableCache(self.folder, jax.devices()[:1], "context")
+        return cache.load_or_measure(name, tuple(self.seconds), self._measure)
 
-    parts = ("small", "large")
-    assert start(tmp_path) == start(tmp_path) == measured[0] and len(measured) == 1
-    assert start(tmp_path, "others") == measured[1]
-    for damaged in ('["cut', "[1]", '{"small": 1.5}', '{"small": 1.5, "large": "?"}'):
+    def _measure(self, parts: Sequence[str]) -> dict[str, list[float]]:
+        self.asked.append(list(parts))
+        return {part: self.seconds[part].pop(0) for part in parts}
+
+
+def test_what_an_undisturbed_start_measured_holds_for_the_next_ones(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"small": [[1.55, 1.5, 9.0], [1.0]], "large": [[2.0, 2.05, 2.1], [1.0]]})
+    assert machine.start() == machine.start() == {"small": 1.5, "large": 2.0}
+    assert machine.asked == [["small", "large"]]
+    assert machine.start("others") == {"small": 1.0, "large": 1.0}
+    nowhere = Machine(None, {"small": [[1.5, 1.5], [1.6, 1.6]]})
+    assert [nowhere.start(), nowhere.start()] == [{"small": 1.5}, {"small": 1.6}]
+
+
+def test_what_a_disturbed_start_measured_is_measured_again(tmp_path: Path) -> None:
+    machine = Machine(
+        tmp_path, {"small": [[1.5, 1.5, 1.5], []], "large": [[4.0, 3.0, 2.5], [8.0, 2.3, 9.0], [2.0, 2.0, 2.0], []]}
+    )
+    chosen_by = [machine.start()["large"] for _ in range(5)]
+    assert chosen_by == [2.5, 2.3, 2.0, 2.0, 2.0]
+    assert machine.asked == [["small", "large"], ["large"], ["large"]], (
+        "what agrees is kept, and the rest until it does"
+    )
+    assert machine.start() == {"small": 1.5, "large": 2.0}
+
+
+def test_damaged_measurements_are_measured_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damages = (
+        '["cut',
+        "[1]",
+        '{"small": [1.5, 1.5]}',
+        '{"small": [1.5, 1.5], "large": ["?"]}',
+        '{"small": 1, "large": 2}',
+    )
+    machine = Machine(tmp_path, {part: [[seconds] * 2] * 6 for part, seconds in (("small", 1.5), ("large", 2.0))})
+    for damaged in damages:
         for path in tmp_path.glob("*.measured"):
             path.write_text(damaged)
         caplog.clear()
-        assert start(tmp_path) == measured[-1]
-        assert "is measured anew" in caplog.text
-    assert len(measured) == 6
-    assert start(None) == measured[6]
+        assert machine.start() == {"small": 1.5, "large": 2.0}
+        assert ("is measured anew" in caplog.text) == (len(machine.asked) > 1)
+    assert len(machine.asked) == len(damages)

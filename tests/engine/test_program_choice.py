@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.engine.device_batch import Bucket
-from jaxserve.engine.program_choice import fastest_programs
+from jaxserve.engine.program_choice import fastest_programs, is_settled
 
 SMALL, MIDDLE, LARGE = Bucket(64, 16, 64), Bucket(64, 16, 96), Bucket(64, 16, 128)
 
@@ -33,3 +33,10 @@ def test_a_step_in_which_nobody_decodes_may_run_in_a_program_with_decode_rows() 
 
 def test_steps_that_only_decode_keep_their_program_whatever_was_measured() -> None:
     assert fastest_programs({Bucket(1, 0, 0): 5.8, Bucket(16, 0, 0): 5.4})[Bucket(1, 0, 0)] == Bucket(1, 0, 0)
+
+
+def test_a_time_is_known_when_its_two_quickest_rounds_agree() -> None:
+    assert is_settled([9.0, 5.0, 5.1])
+    assert not is_settled([9.0, 5.0, 5.3])
+    assert not is_settled([5.0])
+    assert not is_settled([])

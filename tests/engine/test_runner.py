@@ -148,19 +148,20 @@ def test_programs_are_chosen_by_what_was_measured_or_kept_from_an_earlier_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slow, fast = Bucket(0, 2, 3), Bucket(1, 2, 4)
-    measured: list[dict[str, float]] = []
+    measured: list[dict[str, list[float]]] = []
 
     def kept(
-        cache: ExecutableCache, name: str, parts: list[str], measure: Callable[[], dict[str, float]]
+        cache: ExecutableCache, name: str, parts: list[str], measure: Callable[[list[str]], dict[str, list[float]]]
     ) -> dict[str, float]:
         del cache
         assert str(slow) in name and str(fast) in name and {str(slow), str(fast)} <= set(parts)
-        measured.append(measure())
-        return {bucket: 1.0 if bucket == str(fast) else 2.0 for bucket in measured[-1]}
+        measured.append(measure([str(slow)]))
+        return {part: 1.0 if part == str(fast) else 2.0 for part in parts}
 
     monkeypatch.setattr(ExecutableCache, "load_or_measure", kept)
     runner = whole_program_runner()
-    assert all(seconds > 0 for seconds in measured[0].values())
+    assert list(measured[0]) == [str(slow)], "the others are known"
+    assert len(measured[0][str(slow)]) > 1 and all(seconds > 0 for seconds in measured[0][str(slow)])
     chunk = PrefillChunk(prompt_sequence(3), 0, 0, (2, 7, 5), (0,), True, 0)
     assert runner.launch_forward(ScheduledBatch(decode=(), prefill=(chunk,))).bucket == fast
 
