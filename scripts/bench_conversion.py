@@ -1,7 +1,9 @@
 """Measures converting and restoring a checkpoint: makes a random one, converts it in one command, restores it.
 
     python scripts/bench_conversion.py /big/disk/folder                           # a random Llama 3 8B, 16 GB
+    python scripts/bench_conversion.py /big/disk/folder --quantization none int4  # one conversion after the other
     python scripts/bench_conversion.py folder --model small                       # some MB, to try it out
+    python scripts/bench_conversion.py folder --num-layers 1                      # its largest pieces, 2.5 GB
     python scripts/bench_conversion.py folder --tensor-parallel-size 2 --json out.json
 
 It needs twice the model's size on the disk, and prints seconds, GB/s and peak memory of the conversion, the rate at which
@@ -12,16 +14,16 @@ Of jaxserve's dependencies it needs jax, flax, orbax-checkpoint, safetensors, to
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # usable without installing the package
 
@@ -35,9 +37,10 @@ from jaxserve.checkpoint.families import LLAMA
 from jaxserve.checkpoint.hf_config_write import hf_config_from_model
 from jaxserve.checkpoint.manifest import WEIGHTS_FOLDER, read_manifest
 from jaxserve.checkpoint.orbax_weights import PIECES_AT_ONCE, read_piece, restore_weights
+from jaxserve.checkpoint.pieces import layer_piece
 from jaxserve.checkpoint.safetensors_source import SafetensorsSource
 from jaxserve.checkpoint.tensor_names import HUGGING_FACE
-from jaxserve.config import ModelConfig
+from jaxserve.config import ModelConfig, Quantization
 from jaxserve.models.params import param_specs
 from jaxserve.models.presets import preset_config
 from jaxserve.sharding.mesh import make_mesh
@@ -49,33 +52,56 @@ SMALL = ModelConfig(
 )  # fmt: skip
 _RANDOM_VALUES = 1 << 25  # that are drawn; larger tensors repeat them, which no reader can use
 _READERS = 8
+_LOOKS_PER_SECOND = 20  # at the memory of a conversion
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to work; the checkpoints made there are removed at the end")
     parser.add_argument("--model", default="llama-3-8b", help="a preset of jaxserve bench, or 'small'")
+    parser.add_argument("--num-layers", type=int, help="that the model has; default: as the preset")
+    parser.add_argument(
+        "--quantization",
+        nargs="+",
+        choices=("none", *get_args(Quantization)),
+        default=["none"],
+        help="one run for each",
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--pieces-at-once", type=int, default=PIECES_AT_ONCE, help="that a restore reads at a time")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     parser.add_argument("--json", type=Path, help="write the numbers there as well")
     arguments = parser.parse_args()
     config = SMALL if arguments.model == "small" else preset_config(arguments.model)
-    source, converted = arguments.folder / "source", arguments.folder / "converted"
-    result: dict[str, Any] = {"model": arguments.model, "tensor_parallel_size": arguments.tensor_parallel_size}
+    if arguments.num_layers is not None:
+        config = dataclasses.replace(config, num_layers=arguments.num_layers)
+    source, results = arguments.folder / "source", []
     try:
-        result |= make_source(source, config)
-        result |= run_conversion(source, converted)
-        result |= run_restore(converted, arguments.tensor_parallel_size, arguments.pieces_at_once)
-        result |= check(source, converted, config)
+        made = make_source(source, config)
+        for quantization in arguments.quantization:
+            result = {"model": arguments.model, "quantization": quantization, **made}
+            result |= measured(source, arguments.folder / quantization, config, arguments)
+            for name, value in result.items():
+                print(f"{name:32s} {value:.3f}" if isinstance(value, float) else f"{name:32s} {value}", flush=True)
+            print()
+            results.append(result)
     finally:
         if not arguments.keep:
             shutil.rmtree(source, ignore_errors=True)
-            shutil.rmtree(converted, ignore_errors=True)
-    for name, value in result.items():
-        print(f"{name:32s} {value:.3f}" if isinstance(value, float) else f"{name:32s} {value}")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measured(source: Path, converted: Path, config: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One conversion, and restoring what came of it."""
+    try:
+        result = run_conversion(source, converted, converted.name)
+        result["tensor_parallel_size"] = arguments.tensor_parallel_size
+        result |= run_restore(converted, arguments.tensor_parallel_size, arguments.pieces_at_once)
+        return result if converted.name != "none" else result | check(source, converted, config)
+    finally:
+        if not arguments.keep:
+            shutil.rmtree(converted, ignore_errors=True)
 
 
 def make_source(folder: Path, config: ModelConfig) -> dict[str, Any]:
@@ -104,16 +130,22 @@ def draw(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.resize(values, shape)
 
 
-def run_conversion(source: Path, destination: Path) -> dict[str, Any]:
+def run_conversion(source: Path, destination: Path, quantization: str) -> dict[str, Any]:
     """The conversion in a process of its own, as a user runs it."""
     command = [
         sys.executable, str(Path(__file__).with_name("convert_checkpoint.py")), str(source), str(destination),
     ]  # fmt: skip
+    if quantization != "none":
+        command += ["--quantization", quantization]
     forget(source)
-    started = time.perf_counter()
-    subprocess.run(command, check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    started, peak = time.perf_counter(), 0
+    with subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}) as process:
+        while process.poll() is None:
+            peak = peak_memory(process.pid) or peak
+            time.sleep(1 / _LOOKS_PER_SECOND)
     seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    if process.returncode != 0:
+        raise SystemExit(f"the conversion failed with exit code {process.returncode}")
     size = sum(path.stat().st_size for path in destination.rglob("*") if path.is_file())
     return {
         "converted_gb": size / 1e9,
@@ -121,6 +153,15 @@ def run_conversion(source: Path, destination: Path) -> dict[str, Any]:
         "convert_gb_per_second": size / 1e9 / seconds,
         "convert_peak_memory_gb": peak / 1e9,
     }
+
+
+def peak_memory(process: int) -> int:
+    """The most bytes that a process had so far; 0: it has ended.
+
+    As the kernel counts them: getrusage, of a process that has ended, tells no less than what its parent had.
+    """
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
 def run_restore(folder: Path, tensor_parallel_size: int, pieces_at_once: int) -> dict[str, Any]:
@@ -184,8 +225,9 @@ def read_all(folder: Path) -> float:
 
 def check(source: Path, converted: Path, config: ModelConfig) -> dict[str, Any]:
     """Whether one weight came through to the bit."""
-    stored = read_piece(converted / WEIGHTS_FOLDER / "layer_001")["w_down"].reshape(config.intermediate_size, -1)
-    original = SafetensorsSource(source).read(HUGGING_FACE.in_layer(1, "down"))
+    layer = config.num_layers - 1
+    stored = read_piece(converted / WEIGHTS_FOLDER / layer_piece(layer))["w_down"].reshape(config.intermediate_size, -1)
+    original = SafetensorsSource(source).read(HUGGING_FACE.in_layer(layer, "down"))
     same = bool(np.array_equal(stored[:1024].view(np.uint16), original[:, :1024].T.view(np.uint16)))
     return {"weights_are_equal": same}
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.pieces import EMBEDDING_PIECE, HEAD_PIECE, piece_names
 from jaxserve.checkpoint.tensor_names import TensorNames
-from jaxserve.checkpoint.tensor_source import TensorSource
+from jaxserve.checkpoint.tensor_source import TensorSource, slabs
 from jaxserve.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,15 @@ logger = logging.getLogger(__name__)
 WEIGHT_MODULES = {"wqkv": ("q", "k", "v"), "wo": ("o",), "w_gate_up": ("gate", "up"), "w_down": ("down",)}
 _BLOCK_ROWS, _BLOCK_COLUMNS = 512, 64
 _MAX_THREADS = 8
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where a module's rows lie: in a tensor of its own, or among others in a fused one."""
+
+    tensor: str
+    first: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -98,79 +107,120 @@ class Assembler:
         prefix = self.names.layer.format(layer=self._layer_number(piece))
         return [name for name in self.expected if name.startswith(prefix)]
 
-    def piece(self, piece: str, advance: Callable[[int], None]) -> dict[str, np.ndarray]:
-        """The arrays of one of `piece_names(config)`, by their names within it.
+    def arrays(self, piece: str, advance: Callable[[int], None]) -> Iterator[tuple[str, np.ndarray]]:
+        """The arrays of one of `piece_names(config)`, one after the other, each with its name within the piece.
+
+        Tensors are read some rows at a time, so that little is held beside an array while it is made.
 
         Args:
             advance: is told the bytes that were read.
         """
         if piece == EMBEDDING_PIECE:
-            return {"embedding": self._weight(self.names.embedding, advance)}
-        if piece == HEAD_PIECE:
-            arrays = {"final_norm": self._read(self.names.final_norm, advance)}
+            yield "embedding", self._weight(self.names.embedding, advance)
+        elif piece == HEAD_PIECE:
+            yield "final_norm", self._read(self.names.final_norm, advance)
             if not self.config.tie_word_embeddings:
-                arrays["lm_head"] = transposed(self._weight(self.names.lm_head, advance))
-            return arrays
-        return self._layer(self._layer_number(piece), advance)
+                rows = _Rows(self.names.lm_head, 0, self.config.vocab_size)
+                yield "lm_head", self._transposed([rows], 1, advance)
+        else:
+            yield from self._layer(self._layer_number(piece), advance)
 
     def _layer_number(self, piece: str) -> int:
         return piece_names(self.config).index(piece) - 1
 
-    def _layer(self, layer: int, advance: Callable[[int], None]) -> dict[str, np.ndarray]:
+    def _layer(self, layer: int, advance: Callable[[int], None]) -> Iterator[tuple[str, np.ndarray]]:
         config, name = self.config, self.names.in_layer
         hidden, kv_heads, group, head_dim = (
             config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim,
         )  # fmt: skip
 
-        def fuse_qkv(part: str) -> np.ndarray:
-            pieces = self._parts(layer, ("q", "k", "v"), part, advance)
-            by_head = [piece.reshape(kv_heads, -1, head_dim, *piece.shape[1:]) for piece in pieces]
-            return _concatenate(by_head, axis=1, dtype=self.dtype)  # [kv_heads, group + 2, head_dim, ...]
+        def fused(weight: str, num_parts: int = 1) -> np.ndarray:
+            return self._transposed(self._rows_of(layer, WEIGHT_MODULES[weight]), num_parts, advance)
 
-        def stack_gate_up(part: str) -> np.ndarray:
-            pieces = self._parts(layer, ("gate", "up"), part, advance)
-            return _concatenate([piece[None] for piece in pieces], axis=0, dtype=self.dtype)  # [2, ffn, ...]
-
-        arrays = {
-            "attention_norm": self._read(name(layer, "attention_norm"), advance),
-            "wqkv": transposed(fuse_qkv("weight").reshape(-1, hidden)).reshape(hidden, kv_heads, group + 2, head_dim),
-            "wo": transposed(self._weight(name(layer, "o"), advance)).reshape(kv_heads, group, head_dim, hidden),
-            "mlp_norm": self._read(name(layer, "mlp_norm"), advance),
-            "w_gate_up": transposed(stack_gate_up("weight").reshape(-1, hidden)).reshape(hidden, 2, -1),
-            "w_down": transposed(self._weight(name(layer, "down"), advance)),
-        }
+        yield "attention_norm", self._read(name(layer, "attention_norm"), advance)
+        yield "wqkv", fused("wqkv", kv_heads).reshape(hidden, kv_heads, group + 2, head_dim)
+        yield "wo", fused("wo").reshape(kv_heads, group, head_dim, hidden)
+        yield "mlp_norm", self._read(name(layer, "mlp_norm"), advance)
+        yield "w_gate_up", fused("w_gate_up").reshape(hidden, 2, -1)
+        yield "w_down", fused("w_down")
         if config.attention_bias:
-            arrays["bqkv"] = fuse_qkv("bias")
+            by_head = [bias.reshape(kv_heads, -1, head_dim) for bias in self._biases(layer, "wqkv", advance)]
+            yield "bqkv", np.concatenate(by_head, axis=1)
         if config.attention_output_bias:
-            arrays["bo"] = self._weight(name(layer, "o", "bias"), advance)
+            yield "bo", self._weight(name(layer, "o", "bias"), advance)
         if config.mlp_bias:
-            arrays |= {
-                "b_gate_up": stack_gate_up("bias"),
-                "b_down": self._weight(name(layer, "down", "bias"), advance),
-            }
+            yield "b_gate_up", np.stack(self._biases(layer, "w_gate_up", advance))
+            yield "b_down", self._weight(name(layer, "down", "bias"), advance)
         if config.qk_norm:
-            arrays |= {norm: self._read(name(layer, norm), advance) for norm in ("q_norm", "k_norm")}
-        return arrays
+            for norm in ("q_norm", "k_norm"):
+                yield norm, self._read(name(layer, norm), advance)
 
-    def _parts(
-        self, layer: int, modules: tuple[str, ...], part: str, advance: Callable[[int], None]
-    ) -> list[np.ndarray]:
-        """Tensors of modules with one input, whether they lie apart or in one tensor."""
-        fused = self.names.fused(modules)
-        if fused is None:
-            return [self._read(self.names.in_layer(layer, module, part), advance) for module in modules]
-        config = self.config
+    def _rows_of(self, layer: int, modules: tuple[str, ...], part: str = "weight") -> list[_Rows]:
+        """Of modules with one input, whether they lie apart or in one tensor."""
+        config, fused = self.config, self.names.fused(modules)
         q, kv, ffn = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
-        rows = self._read(self.names.in_layer(layer, fused, part), advance)
-        return np.split(rows, [q, q + kv] if modules[0] == "q" else [ffn])
+        sizes = {
+            "q": q, "k": kv, "v": kv, "o": config.hidden_size, "gate": ffn, "up": ffn, "down": config.hidden_size,
+        }  # fmt: skip
+        if fused is None:
+            return [_Rows(self.names.in_layer(layer, module, part), 0, sizes[module]) for module in modules]
+        first, rows = 0, []
+        for module in modules:
+            rows.append(_Rows(self.names.in_layer(layer, fused, part), first, sizes[module]))
+            first += sizes[module]
+        return rows
+
+    def _biases(self, layer: int, weight: str, advance: Callable[[int], None]) -> list[np.ndarray]:
+        """Of a weight's modules, in one dtype."""
+        rows = self._rows_of(layer, WEIGHT_MODULES[weight], "bias")
+        dtype = self._common_dtype(rows)
+        biases = [self._read(part.tensor, advance, range(part.first, part.first + part.count)) for part in rows]
+        return [bias.astype(dtype, copy=False) for bias in biases]
+
+    def _transposed(self, modules: Sequence[_Rows], num_parts: int, advance: Callable[[int], None]) -> np.ndarray:
+        """The transpose of modules' rows, fused.
+
+        Args:
+            num_parts: each module is cut into so many; then come the first part of each, the second of each, ...
+        """
+        inputs, width = self.expected[modules[0].tensor][1], sum(module.count for module in modules)
+        dtype = self._common_dtype(modules)
+        matrix = np.empty((inputs, width), dtype)
+        parts = matrix.reshape(inputs, num_parts, width // num_parts)
+        column = 0
+        with _copying_threads() as threads:
+            for module in modules:
+                count = module.count // num_parts
+                for part in range(num_parts):
+                    first = module.first + part * count
+                    for rows in slabs((count, inputs), self.source.dtype(module.tensor)):
+                        slab = self._read(module.tensor, advance, range(first + rows.start, first + rows.stop))
+                        place = parts[:, part, column + rows.start : column + rows.stop]
+                        _transpose_into(place, slab.astype(dtype, copy=False), threads)
+                        del slab  # before the next one is read
+                column += count
+        return matrix
+
+    def _common_dtype(self, modules: Sequence[_Rows]) -> np.dtype:
+        """The one that is asked for; else the one that holds every module without loss."""
+        if self.dtype is not None:
+            return self.dtype
+        dtype = self.source.dtype(modules[0].tensor)
+        for module in modules[1:]:
+            dtype = np.promote_types(dtype, self.source.dtype(module.tensor))
+        return dtype
 
     def _weight(self, name: str, advance: Callable[[int], None]) -> np.ndarray:
-        values = self._read(name, advance)
-        return values if self.dtype is None else values.astype(self.dtype, copy=False)
+        """A tensor as it lies, in the dtype that is asked for."""
+        shape, dtype = self.expected[name], self.source.dtype(name)
+        values = np.empty(shape, dtype if self.dtype is None else self.dtype)
+        for rows in slabs(shape, dtype):
+            values[rows.start : rows.stop] = self._read(name, advance, rows)
+        return values
 
-    def _read(self, name: str, advance: Callable[[int], None]) -> np.ndarray:
-        values = self.source.read(name)
-        advance(self._bytes_of(name))
+    def _read(self, name: str, advance: Callable[[int], None], rows: range | None = None) -> np.ndarray:
+        values = self.source.read(name, rows)
+        advance(values.nbytes)
         return values
 
     def _bytes_of(self, name: str) -> int:
@@ -221,7 +271,11 @@ def _settle_head(
     """A tied config beside a head of its own: the head counts if it differs, as transformers 5 has it."""
     if not config.tie_word_embeddings or not {names.lm_head, names.embedding} <= present:
         return config
-    if np.array_equal(source.read(names.lm_head), source.read(names.embedding)):
+    shape = source.shape(names.lm_head)
+    if shape == source.shape(names.embedding) and all(
+        np.array_equal(source.read(names.lm_head, rows), source.read(names.embedding, rows))
+        for rows in slabs(shape, source.dtype(names.lm_head))
+    ):
         return config
     logger.warning(
         "%s: the config ties the output head to the embedding, but there is a different head: using that one", where
@@ -229,30 +283,30 @@ def _settle_head(
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
-def _concatenate(pieces: list[np.ndarray], axis: int, dtype: np.dtype | None) -> np.ndarray:
-    """In `dtype`; None: in the one that holds every piece without loss."""
-    if dtype is None:
-        dtype = pieces[0].dtype
-        for piece in pieces[1:]:
-            dtype = np.promote_types(dtype, piece.dtype)
-    return np.concatenate([piece.astype(dtype, copy=False) for piece in pieces], axis=axis)
-
-
 def transposed(matrix: np.ndarray) -> np.ndarray:
-    """The transpose of a matrix, in row-major order.
+    """The transpose of a matrix, in row-major order."""
+    copy = np.empty(matrix.shape[::-1], matrix.dtype)
+    with _copying_threads() as threads:
+        _transpose_into(copy, matrix, threads)
+    return copy
+
+
+def _copying_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+
+
+def _transpose_into(place: np.ndarray, matrix: np.ndarray, threads: ThreadPoolExecutor) -> None:
+    """Writes the transpose of a matrix to a place of its shape.
 
     In blocks that fit a cache, several at once: an array that is read along one axis and written along the other is slow.
     """
     source = matrix.T
-    copy = np.empty(source.shape, source.dtype)
 
     def copy_rows(start: int) -> None:
         rows = slice(start, start + _BLOCK_ROWS)
         for column in range(0, source.shape[1], _BLOCK_COLUMNS):
             columns = slice(column, column + _BLOCK_COLUMNS)
-            copy[rows, columns] = source[rows, columns]
+            place[rows, columns] = source[rows, columns]
 
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        for _ in threads.map(copy_rows, range(0, source.shape[0], _BLOCK_ROWS)):
-            pass
-    return copy
+    for _ in threads.map(copy_rows, range(0, source.shape[0], _BLOCK_ROWS)):
+        pass

@@ -150,12 +150,14 @@ def _write_weights(
 def _assembled(
     model: OpenModel, config: ModelConfig, piece: str, step: WeightStep | None, advance: Callable[[int], None]
 ) -> dict[str, np.ndarray]:
-    arrays = model.assembler.piece(piece, advance)
+    """The arrays of a piece as they will be stored."""
+    assembled = model.assembler.arrays(piece, advance)
     if step is None:
-        return arrays
+        return dict(assembled)
     stored: dict[str, np.ndarray] = {}
-    for name in list(arrays):
-        value = step.apply(config, layer_of_piece(piece), name, arrays.pop(name))
+    for name, array in assembled:
+        value = step.apply(config, layer_of_piece(piece), name, array)
+        del array  # before the next one is made
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
             stored["/".join((name, *path_names(path)))] = np.asarray(leaf)
     return stored

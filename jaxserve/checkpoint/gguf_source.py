@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.families import Family, family_of_gguf
 from jaxserve.checkpoint.gguf_header import check_header
-from jaxserve.checkpoint.rotary_rows import pairs_apart
+from jaxserve.checkpoint.rotary_rows import read_pairs_apart
 from jaxserve.checkpoint.tensor_source import BFLOAT16
 from jaxserve.checkpoint.tokenizer_files import error_line
 
@@ -93,37 +93,43 @@ class GGUFFile:
             f"{self.path}: tensor {name!r} has type {stored.name}, which is not supported; supported are {supported}"
         )
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, rows: range | None = None) -> np.ndarray:
         """As `TensorSource`. The file is read, not mapped: what was read counts as memory only as long as it is used."""
-        tensor, dtype, shape = self._tensors[name], self.dtype(name), self.shape(name)
-        num_bytes, start = int(tensor.n_bytes), int(tensor.data_offset)
-        data = np.fromfile(self.path, np.uint8, num_bytes, offset=start)
-        values_of_data = num_bytes // dtype.itemsize
-        if tensor.tensor_type in _QUANTIZED:
-            block_values, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
-            values_of_data = num_bytes // block_bytes * block_values
-        if data.size != num_bytes or values_of_data != math.prod(shape):
-            raise CheckpointError(f"{self.path}: tensor {name!r} has {values_of_data} values, its header says {shape}")
-        if tensor.tensor_type in _PLAIN:
-            return self._restore_rows(name, data.view(dtype).reshape(shape))
-        values = np.empty(values_of_data, np.float32)
-        step = _BLOCKS_AT_ONCE * block_bytes
-        for index, first in enumerate(range(0, num_bytes, step)):
-            blocks = gguf.quants.dequantize(data[first : first + step].reshape(-1, block_bytes), tensor.tensor_type)
-            place = index * _BLOCKS_AT_ONCE * block_values
-            values[place : place + blocks.size] = blocks.reshape(-1)
-        return self._restore_rows(name, values.reshape(shape))
+        shape, num_heads = self.shape(name), self._heads_of_pairs(name)
+        if rows is None:
+            rows = range(shape[0] if shape else 1)
+        if num_heads is None:
+            return self._read_rows(name, rows)
+        where = f"{self.path}: tensor {name!r}"
+        return read_pairs_apart(lambda rows: self._read_rows(name, rows), shape, num_heads, rows, where)
 
-    def _restore_rows(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Undo the row order of Llama's q and k, each with its own number of heads; biases are ordered likewise."""
+    def _read_rows(self, name: str, rows: range) -> np.ndarray:
+        """As they lie in the file."""
+        tensor, dtype, shape = self._tensors[name], self.dtype(name), self.shape(name)
+        block_values, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]  # 1 and its size, of plain types
+        values_of_data = int(tensor.n_bytes) // block_bytes * block_values
+        if values_of_data != math.prod(shape):
+            raise CheckpointError(f"{self.path}: tensor {name!r} has {values_of_data} values, its header says {shape}")
+        row_values = math.prod(shape[1:])
+        first, end = rows.start * row_values // block_values, -(-rows.stop * row_values // block_values)
+        start = int(tensor.data_offset) + first * block_bytes
+        data = np.fromfile(self.path, np.uint8, (end - first) * block_bytes, offset=start)
+        if data.size != (end - first) * block_bytes:
+            raise CheckpointError(f"{self.path} ends inside tensor {name!r}: fetch the file again")
+        is_plain = tensor.tensor_type in _PLAIN
+        values = data.view(dtype) if is_plain else _dequantized(data.reshape(-1, block_bytes), tensor.tensor_type)
+        skipped = rows.start * row_values - first * block_values  # of a block that begins in an earlier row
+        return values[skipped : skipped + len(rows) * row_values].reshape(len(rows), *shape[1:])
+
+    def _heads_of_pairs(self, name: str) -> int | None:
+        """Of Llama's q and k, whose rows have an order of their own, biases too; None: of no such tensor."""
         if not self.family.gguf_permuted or not name.startswith("blk."):
-            return values
+            return None
         names = self.family.gguf_names
         module = name.split(".", 2)[2].rsplit(".", 1)[0]
         if module not in (names.q, names.k):
-            return values
-        num_heads = self.num_heads if module == names.q else self.num_kv_heads
-        return pairs_apart(values, num_heads, f"{self.path}: tensor {name!r}")
+            return None
+        return self.num_heads if module == names.q else self.num_kv_heads
 
     @property
     def num_heads(self) -> int:
@@ -139,3 +145,13 @@ class GGUFFile:
         if len(counts) != 1 or not isinstance(count := counts.pop(), int) or count < 1:
             raise CheckpointError(f"{self.path}: {key}={value!r} must be one number of heads for all layers")
         return count
+
+
+def _dequantized(blocks: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """The values of blocks [number, bytes], in a row."""
+    block_values = gguf.GGML_QUANT_SIZES[kind][0]
+    values = np.empty(len(blocks) * block_values, np.float32)
+    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        unpacked = gguf.quants.dequantize(blocks[start : start + _BLOCKS_AT_ONCE], kind)
+        values[start * block_values : start * block_values + unpacked.size] = unpacked.reshape(-1)
+    return values

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.rotary_rows import pairs_apart
+from jaxserve.checkpoint.rotary_rows import read_pairs_apart
 from jaxserve.checkpoint.tensor_names import META
-from jaxserve.checkpoint.torch_source import load_tensors, numpy_dtype, to_numpy
+from jaxserve.checkpoint.torch_source import TorchFile
 from jaxserve.checkpoint.trusted_files import checked_file
 
 _FILE = re.compile(r"consolidated\.(\d+)\.pth")
@@ -44,45 +43,57 @@ class MetaSource:
         self._folder = folder
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         files = consolidated_files(folder)
-        self._ranks: list[dict[str, Any]] = [load_tensors(path) for path in files]
-        first = self._ranks[0]
-        for path, rank in zip(files, self._ranks, strict=True):
-            if {name: tuple(tensor.shape) for name, tensor in rank.items()} != {
-                name: tuple(tensor.shape) for name, tensor in first.items()
-            }:
+        self._ranks = [TorchFile(path) for path in files]
+        shapes = [{name: rank.shape(name) for name in rank.names()} for rank in self._ranks]
+        for path, own in zip(files, shapes, strict=True):
+            if own != shapes[0]:
                 raise CheckpointError(f"{path} has other tensors than {files[0].name}: fetch the checkpoint again")
 
     def __enter__(self) -> MetaSource:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._ranks.clear()
+        for rank in self._ranks:
+            rank.close()
 
     def names(self) -> list[str]:
-        return list(self._ranks[0])
+        return self._ranks[0].names()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        shape, axis = tuple(self._ranks[0][name].shape), self._axis(name)
+        shape, axis = self._ranks[0].shape(name), self._axis(name)
         if axis is None:
             return shape
         return (*shape[:axis], shape[axis] * len(self._ranks), *shape[axis + 1 :])
 
     def dtype(self, name: str) -> np.dtype:
-        return numpy_dtype(self._ranks[0][name], f"{self._folder}: tensor {name!r}")
+        return self._ranks[0].dtype(name)
 
-    def read(self, name: str) -> np.ndarray:
-        where, axis = f"{self._folder}: tensor {name!r}", self._axis(name)
-        if axis is None:
-            return to_numpy(self._ranks[0][name], where)
-        values = np.concatenate([to_numpy(rank[name], where) for rank in self._ranks], axis=axis)
-        module = _module(name)
-        if module == META.q:
-            return pairs_apart(values, self.num_heads, where)
-        return pairs_apart(values, self.num_kv_heads, where) if module == META.k else values
+    def read(self, name: str, rows: range | None = None) -> np.ndarray:
+        shape, num_heads = self.shape(name), {META.q: self.num_heads, META.k: self.num_kv_heads}.get(_module(name))
+        if rows is None and shape:
+            rows = range(shape[0])
+        if rows is None or num_heads is None:
+            return self._read_rows(name, rows)
+        where = f"{self._folder}: tensor {name!r}"
+        return read_pairs_apart(lambda rows: self._read_rows(name, rows), shape, num_heads, rows, where)
+
+    def _read_rows(self, name: str, rows: range | None) -> np.ndarray:
+        """As they lie in the ranks' files; None: a tensor without rows."""
+        axis = self._axis(name)
+        if rows is None or axis is None:
+            return self._ranks[0].read(name, rows)
+        if axis == 1:
+            return np.concatenate([rank.read(name, rows) for rank in self._ranks], axis=1)
+        size = self._ranks[0].shape(name)[0]
+        of_ranks = [
+            range(max(rows.start - number * size, 0), min(rows.stop - number * size, size))
+            for number in range(len(self._ranks))
+        ]
+        return np.concatenate([rank.read(name, own) for rank, own in zip(self._ranks, of_ranks, strict=True) if own])
 
     def _axis(self, name: str) -> int | None:
         """Along which axis the ranks share a tensor; None: each has all of it."""
-        shape = tuple(self._ranks[0][name].shape)
+        shape = self._ranks[0].shape(name)
         if len(shape) != 2:
             return None
         if name == META.embedding:  # along the vocabulary since Llama 3, along the hidden size before

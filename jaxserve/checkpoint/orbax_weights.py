@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from jaxserve.checkpoint.atomic import disk_message
 from jaxserve.checkpoint.errors import CheckpointError
@@ -25,6 +28,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, ParamSpec, param_specs
 
 PIECES_AT_ONCE = 4  # that are read while others are copied to the devices; each takes memory of the host meanwhile
+_BYTES_AT_ONCE = 1 << 25  # that are written of a piece
 
 Specs = Mapping[str, ParamSpec]  # of a piece's arrays, by name
 
@@ -156,6 +160,17 @@ class _NumpyHandler(_EndsTogether, ocp.type_handlers.NumpyHandler):
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)  # nobody changes them meanwhile
         self._writes: list[Any] = []
+        self._one_at_a_time = threading.Lock()
+
+    async def _open_and_write(self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any) -> None:
+        """Some chunks after others, each on the disk before the next: the store holds a copy of what it writes till then.
+
+        Orbax writes the arrays of a piece at once, and all of each.
+        """
+        store = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
+        for part in _parts_of_chunks(value.shape, value.itemsize, store.chunk_layout.write_chunk.shape):
+            with self._one_at_a_time:  # each array has a thread and an event loop of its own
+                await store[part].write(value[part], can_reference_source_data_indefinitely=True)
 
     async def serialize(
         self, values: Sequence[np.ndarray], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -176,6 +191,25 @@ class _NumpyHandler(_EndsTogether, ocp.type_handlers.NumpyHandler):
             for write in self._writes:
                 with suppress(Exception):  # Orbax has raised the first, and others are of the same kind
                     write.result()
+
+
+def _parts_of_chunks(
+    shape: tuple[int, ...], itemsize: int, chunk: Sequence[int | None] | None
+) -> Iterator[tuple[slice, ...]]:
+    """Parts of an array that hold whole chunks of it, which follow each other along one axis: `_BYTES_AT_ONCE` of them.
+
+    Args:
+        chunk: the sizes of one; None: a scalar's.
+    """
+    cut = next(((axis, size) for axis, size in enumerate(chunk or ()) if size is not None and size < shape[axis]), None)
+    if cut is None:
+        yield (slice(None),) * len(shape)
+        return
+    axis, size = cut
+    chunk_bytes = math.prod(shape) // shape[axis] * size * itemsize
+    step = max(1, _BYTES_AT_ONCE // chunk_bytes) * size
+    for start in range(0, shape[axis], step):
+        yield (*(slice(None),) * axis, slice(start, min(start + step, shape[axis])))
 
 
 class _ArrayHandler(_EndsTogether, ocp.type_handlers.ArrayHandler):

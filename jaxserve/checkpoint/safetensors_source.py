@@ -116,13 +116,17 @@ class SafetensorsSource:
             raise CheckpointError(f"{place.path}: tensor {name!r} has dtype {place.dtype}, which is not supported")
         return self._dtypes[place.dtype]
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, rows: range | None = None) -> np.ndarray:
         place, dtype = self._places[name], self.dtype(name)
-        count = math.prod(place.shape) * dtype.itemsize
-        values = np.fromfile(place.path, np.uint8, count, offset=place.start)
+        shape, start = place.shape, place.start
+        if rows is not None:
+            shape = (len(rows), *shape[1:])
+            start += rows.start * math.prod(shape[1:]) * dtype.itemsize
+        count = math.prod(shape) * dtype.itemsize
+        values = np.fromfile(place.path, np.uint8, count, offset=start)
         if values.size != count:
             raise CheckpointError(f"{place.path} ends inside tensor {name!r}: fetch the file again")
-        return values.view(dtype).reshape(place.shape)
+        return values.view(dtype).reshape(shape)
 
 
 def _places(path: Path) -> dict[str, _Place]:

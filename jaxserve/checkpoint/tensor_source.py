@@ -1,7 +1,9 @@
-"""What every file format looks like to the converter: named tensors, read one at a time."""
+"""What every file format looks like to the converter: named tensors, read one at a time, or some rows at a time."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import ml_dtypes
@@ -19,9 +21,27 @@ class TensorSource(Protocol):
         """The dtype of what `read` gives (float32 for quantized tensors)."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """The whole tensor. Raises CheckpointError if the data is not what the header says."""
+    def read(self, name: str, rows: range | None = None) -> np.ndarray:
+        """The whole tensor, or some of its rows (its first axis), in memory that is the caller's.
+
+        Args:
+            rows: of step one, within the tensor; None: all of it.
+
+        Raises:
+            CheckpointError: if the data is not what the header says.
+        """
         ...
+
+
+_SLAB_BYTES = 1 << 24  # what is read of a large tensor at a time
+
+
+def slabs(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[range]:
+    """The rows of a tensor, some at a time, so that what is held beside its destination does not grow with it."""
+    num_rows = shape[0] if shape else 0
+    step = max(1, _SLAB_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    for start in range(0, num_rows, step):
+        yield range(start, min(start + step, num_rows))
 
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

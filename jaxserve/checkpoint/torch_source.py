@@ -19,6 +19,7 @@ from jaxserve.checkpoint.trusted_files import checked_file, index_of_files
 
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
+_MAPPED_BYTES = 1 << 28  # that are read of a mapped file before it is opened again
 
 
 def bin_files(folder: Path) -> list[Path]:
@@ -77,9 +78,8 @@ def numpy_dtype(tensor: Any, where: str, *, integers: bool = False) -> np.dtype:
     return dtypes[name]
 
 
-def to_numpy(tensor: Any, where: str, *, integers: bool = False) -> np.ndarray:
-    """A copy of a tensor's values."""
-    dtype = numpy_dtype(tensor, where, integers=integers)
+def to_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
+    """A copy of a tensor's values, whose dtype `numpy_dtype` told."""
     if dtype != BFLOAT16:
         return np.array(tensor.numpy())
     return np.array(tensor.contiguous().view(dtype=_torch_int16(tensor)).numpy()).view(BFLOAT16)
@@ -89,6 +89,47 @@ def _torch_int16(tensor: Any) -> Any:
     return tensor.new_empty(0).short().dtype  # NumPy knows no bfloat16: its bits travel as 16-bit integers
 
 
+class TorchFile:
+    """The tensors of one file.
+
+    What was read of a mapped file counts as this process's memory until it is closed: it is opened again now and then.
+    """
+
+    def __init__(self, path: Path, *, integers: bool = False) -> None:
+        """Raises CheckpointError as `load_tensors`.
+
+        Args:
+            integers: tensors may hold whole numbers as well, such as tables of tokens.
+        """
+        self.path = path
+        self._integers = integers
+        self._tensors = load_tensors(path)
+        self._is_mapped = zipfile.is_zipfile(path)
+        self._bytes_read = 0
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> np.dtype:
+        return numpy_dtype(self._tensors[name], f"{self.path}: tensor {name!r}", integers=self._integers)
+
+    def read(self, name: str, rows: range | None = None) -> np.ndarray:
+        """As `TensorSource.read`."""
+        if self._is_mapped and self._bytes_read > _MAPPED_BYTES:
+            self._tensors = load_tensors(self.path)
+            self._bytes_read = 0
+        tensor = self._tensors[name]
+        values = to_numpy(tensor if rows is None else tensor[rows.start : rows.stop], self.dtype(name))
+        self._bytes_read += values.nbytes
+        return values
+
+
 class BinSource:
     """A `TensorSource` over the pickled files of a Hugging Face folder."""
 
@@ -96,32 +137,31 @@ class BinSource:
         """Raises CheckpointError as `load_tensors`, or if two files have a tensor of one name.
 
         Args:
-            integers: tensors may hold whole numbers as well, such as tables of tokens.
+            integers: as of `TorchFile`.
         """
-        self._integers = integers
-        self._tensors: dict[str, tuple[Any, Path]] = {}
+        self._files: dict[str, TorchFile] = {}
         for path in files:
-            for name, tensor in load_tensors(path).items():
-                if name in self._tensors:
-                    raise CheckpointError(f"{path}: tensor {name!r} is also in {self._tensors[name][1].name}")
-                self._tensors[name] = (tensor, path)
+            file = TorchFile(path, integers=integers)
+            for name in file.names():
+                if name in self._files:
+                    raise CheckpointError(f"{path}: tensor {name!r} is also in {self._files[name].path.name}")
+                self._files[name] = file
 
     def __enter__(self) -> BinSource:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._tensors.clear()
+        for file in self._files.values():
+            file.close()
 
     def names(self) -> list[str]:
-        return list(self._tensors)
+        return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name][0].shape)
+        return self._files[name].shape(name)
 
     def dtype(self, name: str) -> np.dtype:
-        tensor, path = self._tensors[name]
-        return numpy_dtype(tensor, f"{path}: tensor {name!r}", integers=self._integers)
+        return self._files[name].dtype(name)
 
-    def read(self, name: str) -> np.ndarray:
-        tensor, path = self._tensors[name]
-        return to_numpy(tensor, f"{path}: tensor {name!r}", integers=self._integers)
+    def read(self, name: str, rows: range | None = None) -> np.ndarray:
+        return self._files[name].read(name, rows)

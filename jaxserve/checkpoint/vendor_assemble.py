@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,22 +78,26 @@ class VendorAssembler:
         """Of all tensors that `piece` reads, but for scales."""
         return self.dense.piece_bytes(piece)
 
-    def piece(self, piece: str, advance: Callable[[int], None]) -> dict[str, np.ndarray]:
-        """The arrays of one of `piece_names(config)`, by their names within it: "wqkv/values", "wqkv/scales"."""
-        arrays = self.dense.piece(piece, advance)
+    def arrays(self, piece: str, advance: Callable[[int], None]) -> Iterator[tuple[str, np.ndarray]]:
+        """As `Assembler.arrays`; names of parts of a quantized weight are such as "wqkv/values", "wqkv/scales"."""
+        arrays = self.dense.arrays(piece, advance)
         if piece in (EMBEDDING_PIECE, HEAD_PIECE):
-            return arrays
+            yield from arrays
+            return
         layer = self.layers[piece_names(self.config).index(piece) - 1]
-        for name in layer.scales:
-            arrays[f"{name}/values"] = self._values(name, arrays.pop(name))
-            arrays[f"{name}/scales"] = self._weight_scales(name, layer.scales[name])
+        for name, array in arrays:
+            if name not in layer.scales:
+                yield name, array
+                continue
+            yield f"{name}/values", self._values(name, array)
+            del array  # before the next one is made
+            yield f"{name}/scales", self._weight_scales(name, layer.scales[name])
             if self.form.quantization.has_input_scales:
                 # What is fused was quantized apart, for one input: the largest scale cuts no module's.
                 parts = [self._scalar(part) for part in layer.input_scales[name]]
-                arrays[f"{name}/input_scale"] = np.asarray(max(parts), np.float32)
+                yield f"{name}/input_scale", np.asarray(max(parts), np.float32)
         for name, tensor in layer.kv_scales.items():
-            arrays[name] = np.asarray(self._scalar(tensor), np.float32)
-        return arrays
+            yield name, np.asarray(self._scalar(tensor), np.float32)
 
     def _values(self, name: str, dense: np.ndarray) -> np.ndarray:
         """The vendor's numbers [*outputs, *inputs], of an array [*inputs, *outputs] that holds them exactly."""

@@ -42,10 +42,10 @@ class VendorSource:
     def dtype(self, name: str) -> np.dtype:
         return _INT8 if name in self._packed else self._source.dtype(name)
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, rows: range | None = None) -> np.ndarray:
         if name not in self._packed:
-            return self._source.read(name)
-        data = self._source.read(self._packed[name]).view(np.uint8)  # four bytes a word, the lowest first
+            return self._source.read(name, rows)
+        data = self._source.read(self._packed[name], rows).view(np.uint8)  # four bytes a word, the lowest first
         if self._bits == 4:
             data = np.stack([data & 0x0F, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
         return (data - np.uint8(1 << (self._bits - 1))).view(np.int8)  # wraps around, as it should

@@ -190,7 +190,7 @@ def test_half_floats_keep_their_bits(tmp_path: Path, kind: gguf.GGMLQuantization
     stored = values.view(np.uint8) if kind is Type.BF16 else values
     path = write_gguf(tmp_path / "model.gguf", {**tensors, DOWN0: stored}, types={DOWN0: kind})
     with open_model(path) as model:
-        read = model.assembler.piece("layer_000", lambda amount: None)["w_down"]
+        read = dict(model.assembler.arrays("layer_000", lambda amount: None))["w_down"]
     assert read.dtype == dtype
     np.testing.assert_array_equal(read.view(np.uint16), values.T.copy().view(np.uint16))
 

@@ -338,7 +338,7 @@ def test_bfloat16_and_float8_keep_their_bits(tmp_path: Path) -> None:
     save_file(tensors, source / "model.safetensors")
 
     with open_model(source) as model:
-        read = model.assembler.piece("layer_000", lambda amount: None)
+        read = dict(model.assembler.arrays("layer_000", lambda amount: None))
     assert read["wqkv"].dtype == ml_dtypes.bfloat16
     assert read["w_down"].dtype == ml_dtypes.float8_e4m3fn
     np.testing.assert_array_equal(read["w_down"].view(np.uint8), tensors[down].T.copy().view(np.uint8))

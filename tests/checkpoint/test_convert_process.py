@@ -173,14 +173,11 @@ def test_a_failure_leaves_nothing_but_what_resume_asks_for(
 # --- memory
 
 
-def write_large(folder: Path) -> tuple[Path, int, int]:
-    """A checkpoint of 12 layers of 18 MB. Returns the folder, the bytes of all of it, and of its largest piece."""
-    sizes = {
-        "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 4096,
-    }  # fmt: skip
+def write_large(folder: Path, **sizes: int) -> tuple[Path, int, int]:
+    """A checkpoint in bfloat16. Returns the folder, the bytes of all of it, and of a layer."""
+    heads = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
     folder.mkdir()
-    config = {**TINY_CONFIG, **sizes, "tie_word_embeddings": False}
+    config = {**TINY_CONFIG, **heads, **sizes, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
     model = model_config_from_hf(config, eos_token_ids=(), bos_token_id=None, where="config.json")
     tensors = {
@@ -192,30 +189,42 @@ def write_large(folder: Path) -> tuple[Path, int, int]:
 
 
 # What getrusage tells is no less than what the process that started this one had: the kernel is asked, and set back before.
-PEAK = """
+PEAKS = """
 import sys
 from pathlib import Path
 from jaxserve.checkpoint.convert import convert
+from jaxserve.checkpoint.quantize import quantization_step
 from jaxserve.progress import NoProgress
 
-def told(key):
-    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").open() if line.startswith(key))
-
-convert(sys.argv[1], sys.argv[2] + "/tiny", progress=NoProgress())
-Path("/proc/self/clear_refs").write_text("5")
-before = told("VmRSS")
-convert(sys.argv[3], sys.argv[2] + "/large", progress=NoProgress(), dtype=sys.argv[4])
-print(told("VmHWM") - before)
+step = quantization_step(sys.argv[1] or None)
+for source in sys.argv[2:]:
+    Path("/proc/self/clear_refs").write_text("5")
+    convert(source, source + "-converted", progress=NoProgress(), step=step)
+    print(next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").open() if line.startswith("VmHWM")))
 """
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="asks Linux for the peak of a process")
-def test_memory_is_of_a_few_pieces_not_of_the_model(source: Path, tmp_path: Path) -> None:
-    folder, total, piece = write_large(tmp_path / "large-source")
-    done = python(PEAK, str(source), str(tmp_path), str(folder), "auto")
+@pytest.mark.parametrize("quantization", ["", "int4"], ids=["dense", "int4"])
+def test_memory_is_of_the_largest_piece_alone(tmp_path: Path, quantization: str) -> None:
+    """What two models take differs by little more than their largest pieces do, whatever else the process holds."""
+    small, _, small_layer = write_large(
+        tmp_path / "small", intermediate_size=4096, num_hidden_layers=1, vocab_size=8192
+    )
+    large, _, large_layer = write_large(
+        tmp_path / "large", intermediate_size=32768, num_hidden_layers=1, vocab_size=32768
+    )
+    done = python(PEAKS, quantization, str(small), str(large))
     assert done.returncode == 0, done.stderr
-    # The piece itself, what it is assembled of, what the store holds until it is written, and what does not grow with it.
-    assert int(done.stdout) < 6 * piece < total / 2
+    of_small, of_large = map(int, done.stdout.split())
+    print(
+        of_small / 1e6,
+        of_large / 1e6,
+        small_layer / 1e6,
+        large_layer / 1e6,
+        (of_large - of_small) / (large_layer - small_layer),
+    )
+    assert of_large - of_small < 1.8 * (large_layer - small_layer)
 
 
 READ = """
@@ -247,7 +256,8 @@ print(restore(1), restore(4))
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what a process reads, as Linux tells it")
 def test_each_device_reads_only_its_bytes(tmp_path: Path) -> None:
-    folder, total, _ = write_large(tmp_path / "source")
+    sizes = {"intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 4096}
+    folder, total, _ = write_large(tmp_path / "source", **sizes)
     convert(folder, tmp_path / "converted", progress=NoProgress())
     done = python(READ, str(tmp_path / "converted"))
     assert done.returncode == 0, done.stderr

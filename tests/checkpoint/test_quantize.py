@@ -12,10 +12,10 @@ import pytest
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import read_manifest
-from jaxserve.checkpoint.quantize import QuantizationStep, quantization_step
+from jaxserve.checkpoint.quantize import QuantizationStep, quantization_step, quantize_tensor
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import QuantizationConfig
-from jaxserve.models.quantization import dequantize
+from jaxserve.models.quantization import dequantize, quantize
 from jaxserve.models.quantize_params import quantize_params
 from jaxserve.progress import NoProgress
 from jaxserve.sharding.mesh import make_mesh
@@ -53,6 +53,24 @@ def test_the_same_weights_as_when_they_are_quantized_after_loading(name: str, qu
     ):
         assert leaf.dtype == other.dtype, path
         np.testing.assert_array_equal(leaf.astype(jnp.float32), other.astype(jnp.float32), err_msg=str(path))
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_input_axes"), [((128, 2, 75), 1), ((2, 4, 32, 150), 3)], ids=["gate and up", "heads"]
+)
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4-32"])
+def test_some_outputs_at_a_time_are_the_same_as_all(
+    name: str, shape: tuple[int, ...], num_input_axes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = QuantizationConfig.named(name)
+    values = np.random.default_rng(0).standard_normal(shape).astype(jnp.bfloat16)
+    expected = quantize(jnp.asarray(values), num_input_axes, config)
+    monkeypatch.setattr("jaxserve.checkpoint.quantize._NUMBERS_AT_ONCE", 1)  # then 64 outputs, and 22 at last
+    found = quantize_tensor(values, num_input_axes, config)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one.astype(np.float32), np.asarray(other, np.float32))
 
 
 @pytest.mark.parametrize("name", NAMES)
