@@ -11,7 +11,7 @@ from jaxserve.engine.request import RequestOutput, TokenLogprobs
 from jaxserve.protocol.choice_text import ChoiceText, TextDelta
 from jaxserve.protocol.course import CourseTimer
 from jaxserve.protocol.engine_protocol import TokenStream
-from jaxserve.protocol.errors import InternalServerError, from_error_output
+from jaxserve.protocol.errors import ApiError, InternalServerError, from_error_output
 from jaxserve.protocol.observer import Outcome, RequestObserver
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class TextGeneration:
         self._held: list[RequestOutput] = []
         self._stream = stream
         self._timer = CourseTimer(observer)
+        self._request_id = observer.request_id
         self._failed = False
         self._closed = False
 
@@ -67,7 +68,8 @@ class TextGeneration:
                     yield delta
                     if delta.finish_reason is not None and all(choice.finish_reason for choice in self.choices):
                         return
-            raise InternalServerError("the engine ended this answer before it was complete", code="engine_error")
+            error = InternalServerError("the engine ended this answer before it was complete", code="engine_error")
+            raise self._fault(error, "its outputs ended before its choices")
         except Exception:
             self._failed = True
             raise
@@ -113,10 +115,19 @@ class TextGeneration:
 
     def _check(self, output: RequestOutput) -> None:
         if output.finish_reason == "error":
-            logger.error("engine error in request %s: %s", output.request_id, output.error)
-            raise from_error_output(output)
+            raise self._fault(from_error_output(output), output.error)
         if output.finish_reason == "abort":
-            raise InternalServerError("this request was aborted before its answer was complete", code="aborted")
+            error = InternalServerError("this request was aborted before its answer was complete", code="aborted")
+            raise self._fault(error, "aborted, and not by its client")
+
+    def _fault(self, error: ApiError, detail: str | None) -> ApiError:
+        """The error, with the id that its client finds it under in the log; what happened is told there alone."""
+        request_id = self._request_id
+        logger.error("request %s failed; in the engine %s: %s", request_id or "-", self._stream.request_id, detail)
+        if request_id is None:
+            return error
+        message = f"{error.message}; the server's log says more under request id {request_id}"
+        return type(error)(message, param=error.param, code=error.code)
 
 
 async def merged_deltas(generations: Sequence[TextGeneration]) -> AsyncGenerator[TextDelta]:

@@ -40,6 +40,11 @@ class RequestObserver(Protocol):
         """`time.monotonic()` seconds when the request had been received; validation and tokenizing come after it."""
         ...
 
+    @property
+    def request_id(self) -> str | None:
+        """What its client calls the request, for whom logs must have it; None: nothing."""
+        ...
+
     def first_token(self, since_arrival: float) -> None: ...
     def next_tokens(self, since_previous: float, count: int) -> None:
         """`count` tokens of one choice came together, `since_previous` after the choice's last ones."""
@@ -55,6 +60,7 @@ class NoObserver:
 
     def __init__(self) -> None:
         self.arrival = time.monotonic()
+        self.request_id: str | None = None
 
     def first_token(self, since_arrival: float) -> None:
         del since_arrival

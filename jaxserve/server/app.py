@@ -209,12 +209,13 @@ class _Routes:
     ) -> Response:
         raw = await self._read(request)
         span: RequestSpan | None = request.scope["state"].get("span")
-        observer = ObservedRequest(self._metrics, span)
+        request_id: str = request.scope["state"]["request_id"]
+        observer = ObservedRequest(self._metrics, request_id, span)
         body, parsed = await parse_body(raw, parse)
         if span is not None:
             span.set_request(parsed, service.model_name)
         if self._log is not None:
-            self._log.log(request.scope["state"]["request_id"], request.url.path, body)
+            self._log.log(request_id, request.url.path, body)
         if parsed.stream:
             return EventStreamResponse(await until_disconnected(request.receive, streamed(parsed, observer)))
         result = await until_disconnected(request.receive, whole(parsed, observer))

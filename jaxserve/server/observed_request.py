@@ -13,11 +13,13 @@ class ObservedRequest:
     """A `RequestObserver`. Made when the request has been received.
 
     Args:
+        request_id: its `x-request-id`.
         span: None: no traces are kept.
     """
 
-    def __init__(self, metrics: Metrics, span: RequestSpan | None) -> None:
+    def __init__(self, metrics: Metrics, request_id: str, span: RequestSpan | None) -> None:
         self.arrival = time.monotonic()
+        self.request_id: str | None = request_id
         self._span = span
         self.first_token = metrics.first_token
         self.next_tokens = metrics.next_tokens

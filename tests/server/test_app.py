@@ -219,6 +219,21 @@ async def test_unforeseen_error_tells_nothing_but_the_request_id(caplog: pytest.
     assert "KeyError" in caplog.text
 
 
+@pytest.mark.parametrize(("fail_after", "stream"), [(0, False), (0, True), (3, True)])
+async def test_an_engine_error_is_found_under_the_client_s_id(
+    fail_after: int, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with client_of(FakeEngine(endless, fail_after=fail_after)) as client:
+        body = {"prompt": "x", "stream": stream}
+        response = await client.post("/v1/completions", json=body, headers={"x-request-id": "abc-7"})
+    error = events(response.text)[-1]["error"] if fail_after else assert_error(response, 500)
+    assert error["message"].endswith("the server's log says more under request id abc-7")
+    assert (error["code"], response.headers["x-request-id"]) == ("engine_error", "abc-7")
+    assert "secret" not in response.text
+    (line,) = [record.getMessage() for record in caplog.records if "boom" in record.getMessage()]
+    assert "abc-7" in line and "request-0" in line
+
+
 async def test_request_ids() -> None:
     async with client_of(FakeEngine(say("x"))) as client:
         assert (await client.get("/health", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
