@@ -184,13 +184,18 @@ def finish(problem: SplitProduct, block, rank, results: list[Array], out_ref, sm
         gate, up = results
         # In this order it takes fewer registers: at 64 rows two thread blocks fit into a multiprocessor.
         results = [(gate * up) * lax.logistic(gate)]
-    for tile, result in enumerate(results):
-        target = smem["out"].at[:, pl.ds(tile * TILE, TILE)].transpose((1, 0))  # [TILE, rows_per_rank]
-        result = plgpu.layout_cast(result, layout)
-        if problem.has_residual:
-            result = result + plgpu.load(target, layout=layout, optimized=False).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
-        target[...] = result.astype(problem.out_dtype)
-    plgpu.commit_smem()
-    # Rows past the result's end are left out by the copy.
-    plgpu.copy_smem_to_gmem(smem["out"], out_ref.at[rank_rows(problem, rank), out_columns(problem, block)])
-    plgpu.wait_smem_to_gmem(0)
+    # What holds the result in shared memory may hold a part of its rows, where there is no residual.
+    rows = smem["out"].shape[0]
+    for start in range(0, problem.rows_per_rank, rows):
+        for tile, result in enumerate(results):
+            target = smem["out"].at[:, pl.ds(tile * TILE, TILE)].transpose((1, 0))  # [TILE, rows]
+            part = result if rows == problem.rows_per_rank else result[:, start : start + rows]
+            part = plgpu.layout_cast(part, layout)
+            if problem.has_residual:
+                part = part + plgpu.load(target, layout=layout, optimized=False).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
+            target[...] = part.astype(problem.out_dtype)
+        plgpu.commit_smem()
+        first = pl.multiple_of(rank * problem.rows_per_rank + start, ROW_ALIGNMENT)
+        # Rows past the result's end are left out by the copy.
+        plgpu.copy_smem_to_gmem(smem["out"], out_ref.at[pl.ds(first, rows), out_columns(problem, block)])
+        plgpu.wait_smem_to_gmem(0)

@@ -22,6 +22,7 @@ Scales of outputs and factors of rows are multiplied with the sums, once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,7 +42,6 @@ from jaxserve.kernels.decode_matmul_finish import (
     rank_rows,
 )
 from jaxserve.kernels.quantized_matmul_plan import (
-    ROW_BYTES,
     W_DTYPES,
     X_DTYPES,
     Problem,
@@ -98,6 +98,10 @@ def _fetch(problem: Problem, block, rank, refs, smem, barriers) -> None:
                     oob_mode=plgpu.OOBFillMode.ZEROS,
                 )
 
+    if problem.releases_late:
+        for slot in range(stages - problem.turns, stages):  # what each turn gave up before its first step
+            plgpu.barrier_wait(barriers["consumed"].at[slot])
+
     def refill(step, carry):
         slot = lax.rem(step, stages)
         plgpu.barrier_wait(barriers["consumed"].at[slot])
@@ -144,10 +148,13 @@ def _group_scales(problem: Problem, unit, tile, group: int, smem, slot) -> Array
     )
 
 
-def _issue(problem: Problem, warpgroup, slot, smem, accumulators) -> None:
+def _issue(
+    problem: Problem, warpgroup, slot, smem, accumulators, before_is_done: Callable[[], None] | None = None
+) -> None:
     """Starts a step's products, which go to `accumulators` [TILE, padded_rows], one for each tile.
 
-    The tensor cores multiply one slab of weights while the next is widened.
+    The tensor cores multiply one slab of weights while the next is widened. Where weights are widened, `before_is_done` is
+    called as soon as all products from before this step are.
     """
     unit, helper, _ = _role(problem, warpgroup)
     tiles = _own_tiles(problem, helper)
@@ -174,6 +181,9 @@ def _issue(problem: Problem, warpgroup, slot, smem, accumulators) -> None:
                 left = smem["wide"].at[warpgroup]
             plgpu.wgmma(accumulator, left, x)
             plgpu.wgmma_wait(1)  # for the one before this: its registers are free
+            if before_is_done is not None:
+                before_is_done()
+                before_is_done = None
 
 
 def _multiply(problem: Problem, warpgroup, smem, barriers) -> list[Array]:
@@ -182,38 +192,51 @@ def _multiply(problem: Problem, warpgroup, smem, barriers) -> list[Array]:
     accumulator = plgpu.ACC((TILE, problem.padded_rows), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
     accumulators = [accumulator] * problem.own_tiles
 
-    def wait(i):
-        slot = lax.rem(i * problem.turns + turn, problem.config.stages)
-        plgpu.barrier_wait(barriers["ready"].at[slot])
-        return slot
+    steps, stages, turns = problem.steps // problem.turns, problem.config.stages, problem.turns
+
+    def slot_after(slot):
+        return jnp.where(slot >= stages - turns, slot - (stages - turns), slot + turns)
+
+    def slot_before(slot):
+        return jnp.where(slot < turns, slot + (stages - turns), slot - turns)
+
+    def release(slot) -> None:
+        plgpu.barrier_arrive(barriers["consumed"].at[slot])
 
     def in_place(*accumulators):
-        def step(i, carry):
-            slot = wait(i)
-            _issue(problem, warpgroup, slot, smem, accumulators)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(barriers["consumed"].at[slot])
-            return carry
+        def step(_, slot):
+            plgpu.barrier_wait(barriers["ready"].at[slot])
+            if problem.releases_late:
+                _issue(problem, warpgroup, slot, smem, accumulators, lambda: release(slot_before(slot)))
+            else:
+                _issue(problem, warpgroup, slot, smem, accumulators)
+                plgpu.wgmma_wait(0)
+                release(slot)
+            return slot_after(slot)
 
-        lax.fori_loop(0, problem.steps // problem.turns, step, None)
+        end = lax.fori_loop(0, steps, step, jnp.int32(turn))
+        if problem.releases_late:
+            plgpu.wgmma_wait(0)
+            release(slot_before(end))
         return [accumulator[...] for accumulator in accumulators]
 
     if problem.form != "float8":
         return pl.run_scoped(in_place, *accumulators)
 
-    def step(i, totals):
-        slot = wait(i)
+    def step(_, carry):
+        slot, totals = carry
+        plgpu.barrier_wait(barriers["ready"].at[slot])
 
         def products(*accumulators):
             _issue(problem, warpgroup, slot, smem, accumulators)
             return [accumulator[...] for accumulator in accumulators]
 
         new_totals = jax.tree.map(jnp.add, totals, tuple(pl.run_scoped(products, *accumulators)))
-        plgpu.barrier_arrive(barriers["consumed"].at[slot])
-        return new_totals
+        release(slot)
+        return slot_after(slot), new_totals
 
     zeros = plgpu.layout_cast(jnp.zeros((TILE, problem.padded_rows), jnp.float32), plgpu.Layout.WGMMA)
-    return list(lax.fori_loop(0, problem.steps // problem.turns, step, (zeros,) * problem.own_tiles))
+    return list(lax.fori_loop(0, steps, step, (jnp.int32(turn), (zeros,) * problem.own_tiles))[1])
 
 
 def _leave(problem: Problem, unit, helper, results: list[Array], smem, barriers) -> None:
@@ -271,9 +294,9 @@ def _scratch(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
         plgpu.TilingTransform((8, problem.slab)),
         plgpu.SwizzleTransform(problem.slab * jnp.dtype(x_dtype).itemsize),
     )
-    w_transforms = (plgpu.TilingTransform((8, problem.block_k)), plgpu.SwizzleTransform(ROW_BYTES))
+    w_transforms = (plgpu.TilingTransform((8, problem.block_k)), plgpu.SwizzleTransform(problem.config.row_bytes))
     smem: dict[str, Any] = {
-        "out": plgpu.SMEM((units, problem.rows_per_rank, problem.out_columns), problem.out_dtype),
+        "out": plgpu.SMEM((units, problem.rows_at_once, problem.out_columns), problem.out_dtype),
         "w": plgpu.SMEM(
             (stages, problem.parts, problem.block_columns, problem.block_k), w_dtype, transforms=w_transforms
         ),
@@ -377,8 +400,16 @@ def quantized_matmul_mosaic_gpu(
     form, columns = form_of(values, quantize_activations), values.shape[1]
     group_length = k // scales.shape[0] if form == "int4" else k
     if config is None:
-        options = {"is_swiglu": is_swiglu, "group_length": group_length, "out_dtype": out_dtype}
-        config = choose_config(form, rows, k, columns, **options)
+        config = choose_config(
+            form,
+            rows,
+            k,
+            columns,
+            is_swiglu=is_swiglu,
+            has_residual=residual is not None,
+            group_length=group_length,
+            out_dtype=out_dtype,
+        )
     problem = Problem(
         form, rows, k, columns, group_length, is_swiglu, residual is not None, jnp.dtype(out_dtype), config, interpret
     )

@@ -33,9 +33,11 @@ _MULTIPROCESSORS = 132
 _MEMORY_BYTES_PER_CYCLE = 2300
 _L2_BYTES_PER_CYCLE = 3200
 # ... and each of them, where 1 to 4 warpgroups compute; instructions are counted for each thread.
-_BLOCK_BYTES_PER_CYCLE = 45
+_BLOCK_BYTES_PER_CYCLE = 32
 _INSTRUCTIONS_PER_CYCLE = (28, 50, 66, 76)
 _MULTIPLICATIONS_PER_CYCLE = 2048
+_FEW_STAGES_FACTOR = 1.3
+_SHORT_ROWS_FACTOR = 1.1
 _ROUND_CYCLES = 2000
 _JOIN_CYCLES = 3000
 _ADD_TURNS_CYCLES = 500
@@ -68,6 +70,7 @@ class TuningConfig:
             each, by one warpgroup or by two.
         turns: warpgroups that take turns with the steps along k of the same outputs; what they have is added up in shared
             memory.
+        row_bytes: of a weight's row that a step fetches. Half of the most leaves room for more stages.
     """
 
     split: int
@@ -75,6 +78,7 @@ class TuningConfig:
     units: int = 1
     tiles: int = 1
     turns: int = 1
+    row_bytes: int = ROW_BYTES
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -85,6 +89,8 @@ class TuningConfig:
             raise ValueError(f"{self.units=} must be at least 1 and {self.tiles=} 1 or 2")
         if self.turns < 1 or self.stages % self.turns:
             raise ValueError(f"{self.stages=} must be a multiple of {self.turns=}")
+        if self.row_bytes not in (ROW_BYTES // 2, ROW_BYTES):
+            raise ValueError(f"{self.row_bytes=} must be {ROW_BYTES // 2} or {ROW_BYTES}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +110,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         config = self.config
+        if self.form == "int4" and self.block_k % self.group_length:
+            raise ValueError(f"{self.group_length=} must divide the {self.block_k} inputs of a step, by {config=}")
         if self.k % (self.block_k * config.split * config.turns):
             raise ValueError(f"{self.k=} must be a multiple of {self.block_k} times {config.split=} {config.turns=}")
         if self.units * self.tiles > MAX_TILES or self.warpgroups > MAX_WARPGROUPS:
@@ -170,8 +178,15 @@ class Problem:
         return round_up(-(-self.padded_rows // self.split), ROW_ALIGNMENT)
 
     @property
+    def rows_at_once(self) -> int:
+        """Of the result, in shared memory."""
+        many = MAX_ROWS // 2
+        return many if self.rows_per_rank == 2 * many and not self.has_residual else self.rows_per_rank
+
+    @property
     def block_k(self) -> int:
-        return block_k(self.form)
+        """Inputs of a weight tile."""
+        return block_k(self.form) * self.config.row_bytes // ROW_BYTES
 
     @property
     def steps(self) -> int:
@@ -188,18 +203,26 @@ class Problem:
         return 3 if self.form == "int4" else 2
 
     @property
+    def releases_late(self) -> bool:
+        """Whether a warpgroup gives up what it multiplies only once its next products are on their way.
+
+        So the tensor cores never wait for weights to be widened, but the stage is refilled later.
+        """
+        return self.form != "float8" and self.config.stages >= 3 * self.turns
+
+    @property
     def stage_bytes(self) -> int:
         """Of shared memory: what a step fetches."""
         outputs = self.parts * self.block_columns
         scale_bytes = 2 * self.groups_per_step * outputs if self.form == "int4" else 0
         x_bytes = self.padded_rows * self.block_k * jnp.dtype(X_DTYPES[self.form]).itemsize
-        return outputs * ROW_BYTES + x_bytes + scale_bytes
+        return outputs * self.config.row_bytes + x_bytes + scale_bytes
 
     @property
     def fixed_bytes(self) -> int:
         """Of shared memory: the result, and what all helpers but the first have for that one."""
         left_bytes = (self.helpers - 1) * self.units * self.own_tiles * TILE * self.padded_rows * 4
-        return self.rows_per_rank * self.block_columns * self.out_dtype.itemsize + left_bytes
+        return self.rows_at_once * self.block_columns * self.out_dtype.itemsize + left_bytes
 
     @property
     def slab(self) -> int:
@@ -208,7 +231,7 @@ class Problem:
 
 
 def block_k(form: Form) -> int:
-    """Inputs of a weight tile."""
+    """Inputs of the largest weight tile."""
     return 2 * ROW_BYTES if form == "int4" else ROW_BYTES
 
 
@@ -219,21 +242,25 @@ def choose_config(
     columns: int,
     *,
     is_swiglu: bool,
+    has_residual: bool = False,
     group_length: int = 128,
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> TuningConfig:
     """Picks by shape alone, so that every start compiles the same program: the cut that should take the fewest cycles."""
-    arguments = (form, rows, k, columns, group_length, is_swiglu, False, jnp.dtype(out_dtype))
+    arguments = (form, rows, k, columns, group_length, is_swiglu, has_residual, jnp.dtype(out_dtype))
     best: tuple[float, TuningConfig] | None = None
-    for split, (units, turns) in itertools.product(SPLITS, _UNITS_AND_TURNS):
+    for split, (units, turns), row_bytes in itertools.product(SPLITS, _UNITS_AND_TURNS, (ROW_BYTES, ROW_BYTES // 2)):
+        tuning = TuningConfig(split, max(MIN_STAGES, turns), units, turns=turns, row_bytes=row_bytes)
         try:
-            smallest = Problem(*arguments, TuningConfig(split, max(MIN_STAGES, turns), units, turns=turns), None)
+            smallest = Problem(*arguments, tuning, None)
         except ValueError:  # does not go into the shape
             continue
         stages = min((_SHARED_BYTES - smallest.fixed_bytes) // smallest.stage_bytes, _MAX_STAGES) // turns * turns
-        cycles = _expected_cycles(smallest)
+        cycles = _expected_cycles(smallest) * (1 if stages >= 3 * turns else _FEW_STAGES_FACTOR)
+        if row_bytes < ROW_BYTES:
+            cycles *= _SHORT_ROWS_FACTOR
         if stages >= MIN_STAGES and (best is None or cycles < best[0]):
-            best = cycles, dataclasses.replace(smallest.config, stages=stages)
+            best = cycles, dataclasses.replace(tuning, stages=stages)
     if best is None:
         raise ValueError(f"no cut fits {form} products of {rows=} {k=} {columns=} {is_swiglu=}")
     return best[1]
@@ -244,7 +271,7 @@ def _expected_cycles(problem: Problem) -> float:
     blocks = problem.columns // problem.block_columns * problem.split
     rounds = -(-blocks // _MULTIPROCESSORS)
     weights = problem.block_columns * problem.parts * problem.k // problem.split  # of a block
-    weight_bytes = weights * ROW_BYTES // problem.block_k
+    weight_bytes = weights * ROW_BYTES // block_k(problem.form)
     x_bytes = problem.padded_rows * problem.k // problem.split * jnp.dtype(X_DTYPES[problem.form]).itemsize
     issued = weights * _INSTRUCTIONS[problem.form] / _INSTRUCTIONS_PER_CYCLE[problem.warpgroups - 1]
     multiplied = weights * problem.padded_rows / _MULTIPLICATIONS_PER_CYCLE

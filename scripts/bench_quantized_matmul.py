@@ -2,9 +2,10 @@
 
     python scripts/bench_quantized_matmul.py --model llama-3-8b --shapes qkv,down --rows 1,64 --forms bf16,fp8,int8
     python scripts/bench_quantized_matmul.py --forms fp8,fp8-kernel,fp8-kernel@2x6x2,int4-kernel@4x8x1x2
+    python scripts/bench_quantized_matmul.py --model llama-3-8b --cases qkv/1/int8-kernel@1x16x1x1x4,down/64/int8
 
-Forms that end in "-kernel" are the Hopper kernel; "@SPLITxSTAGES[xUNITS[xTILES[xTURNS]]]" gives it another tuning than its
-own.
+Forms that end in "-kernel" are the Hopper kernel; "@SPLITxSTAGES[xUNITS[xTILES[xTURNS[xROW_BYTES]]]]" gives it another
+tuning than its own.
 
 A program makes many calls that go round several weights, so that the L2 cache serves none of them, and each call's result
 decides the next one's x, so that the calls run one after the other as in a model. Times are those of the kernels, from the
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -249,18 +251,24 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3-8b,llama-3-70b/4", help=f"comma-separated, of {', '.join(SHAPES)}")
     parser.add_argument("--shapes", default="qkv,o,gate_up,down", help="comma-separated")
     parser.add_argument("--rows", default="1,8,16,64", help="comma-separated")
+    parser.add_argument("--cases", help="comma-separated, of SHAPE/ROWS/FORM: these alone, in the place of all others")
     parser.add_argument("--forms", default=",".join(FORMS), help="comma-separated")
     arguments = parser.parse_args()
+    cases = [
+        (shape, int(rows), form)
+        for shape, rows, form in (
+            itertools.product(arguments.shapes.split(","), arguments.rows.split(","), arguments.forms.split(","))
+            if arguments.cases is None
+            else (case.split("/") for case in arguments.cases.split(","))
+        )
+    ]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {vars(arguments)}")
     print("us of a call's kernels, the small one between two products included, and of the longest of them alone")
     for model in arguments.model.split(","):
         print(f"{model}\n{'shape':>8} {'rows':>5} {'form':>29} {'us':>8} {'GB/s':>7} {'us':>8} {'GB/s':>7} made")
-        for shape in arguments.shapes.split(","):
-            if shape not in SHAPES[model]:
-                continue
-            for rows in map(int, arguments.rows.split(",")):
-                for form in arguments.forms.split(","):
-                    bench(shape, *SHAPES[model][shape], rows, form)
+        for shape, rows, form in cases:
+            if shape in SHAPES[model]:
+                bench(shape, *SHAPES[model][shape], rows, form)
 
 
 if __name__ == "__main__":

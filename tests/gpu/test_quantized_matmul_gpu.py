@@ -84,7 +84,7 @@ def tuned(case: Case, config: TuningConfig) -> Callable[..., jax.Array]:
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("is_swiglu", [False, True])
-@pytest.mark.parametrize("rows", [3, 24])
+@pytest.mark.parametrize("rows", [3, 60])
 @pytest.mark.parametrize(
     "config",
     [
@@ -92,6 +92,7 @@ def tuned(case: Case, config: TuningConfig) -> Callable[..., jax.Array]:
         TuningConfig(4, 5, tiles=2),
         TuningConfig(8, 2, units=2),
         TuningConfig(2, 6, units=1, turns=2),
+        TuningConfig(1, 3, units=2, row_bytes=64),
         TuningConfig(1, 3, units=2, tiles=2),
         TuningConfig(1, 2, units=1, tiles=2, turns=2),
     ],

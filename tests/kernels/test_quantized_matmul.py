@@ -120,7 +120,7 @@ LONG = (
     "float8, both, powers of two, split",
     "float8, both, swiglu",
     "float8 weights, residual",
-    "int8, four units",
+    "int8, four units, many rows",
     "int8, gate and up in turns",
     "int4, groups of 64, swiglu",
 )
@@ -146,7 +146,7 @@ INTERPRETED = {
         Case(rows=3, columns=64, is_swiglu=True),
         TuningConfig(4, 2),
     ),
-    "int8, four units": (Case("int8", rows=24, k=384, columns=256), TuningConfig(1, 2, units=4)),
+    "int8, four units, many rows": (Case("int8", rows=60, k=384, columns=256), TuningConfig(1, 2, units=4)),
     "int8, gate and up in turns": (
         Case("int8", rows=1, columns=64, is_swiglu=True),
         TuningConfig(1, 2, turns=2),
@@ -156,12 +156,12 @@ INTERPRETED = {
         TuningConfig(2, 2),
     ),
     "int4, groups of 128, in turns": (
-        Case("int4", rows=8, k=1024, groups=8, columns=64),
-        TuningConfig(1, 4, turns=4),
+        Case("int4", rows=8, k=2048, groups=16, columns=64),
+        TuningConfig(1, 6, turns=2),
     ),
     "int4, groups of 32, split, residual": (
         Case("int4", rows=5, groups=16, columns=64, has_residual=True),
-        TuningConfig(2, 2),
+        TuningConfig(2, 2, row_bytes=64),
     ),
     "int4, groups of 64, swiglu": (Case("int4", rows=2, groups=8, columns=64, is_swiglu=True), TuningConfig(1, 2)),
 }
