@@ -56,6 +56,18 @@ class AnswerRules:
         choice: ToolChoice = request.tool_choice or "auto"
         if not request.tools or choice == "none":
             return None
+        kind = self.tool_call_format()
+        if isinstance(choice, NamedToolChoice):
+            named = tuple(tool for tool in request.tools if tool.function.name == choice.function.name)
+            return ToolUse(kind, named, "named", several=False)
+        return ToolUse(kind, tuple(request.tools), choice, several=request.parallel_tool_calls)
+
+    def tool_call_format(self) -> ToolCallFormat:
+        """How the model writes calls.
+
+        Raises:
+            BadRequestError: it knows no tools, or nothing tells how it writes calls.
+        """
         if not self._template_knows_tools:
             raise BadRequestError(
                 "This model takes no `tools`: its chat template has no place for them. Leave them out, or serve a model "
@@ -70,10 +82,7 @@ class AnswerRules:
                 param="tools",
                 code="no_tool_support",
             )
-        if isinstance(choice, NamedToolChoice):
-            named = tuple(tool for tool in request.tools if tool.function.name == choice.function.name)
-            return ToolUse(self._format, named, "named", several=False)
-        return ToolUse(self._format, tuple(request.tools), choice, several=request.parallel_tool_calls)
+        return self._format
 
     async def constraint(self, request: GenerationRequest, use: ToolUse | None = None) -> Constraint | None:
         """What the answer must look like.

@@ -209,12 +209,14 @@ class ChatPromptFields(StrictModel):
         add_generation_prompt: the prompt opens the assistant's turn; None: it does, unless a message is continued.
         continue_final_message: the prompt ends with the last message's text, and the answer goes on from there.
         chat_template_kwargs: further variables for the model's template.
+        tools: what the model may call.
     """
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=MAX_TEMPLATE_VARIABLES)
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
 
     @property
     def opens_answer(self) -> bool:
@@ -225,7 +227,6 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
     """Body of POST /v1/chat/completions. `max_completion_tokens` is the newer name of `max_tokens`.
 
     Attributes:
-        tools: what the model may call.
         tool_choice: None: "auto".
         parallel_tool_calls: whether one answer may hold several calls.
     """
@@ -234,7 +235,6 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from jaxserve.config import ToolCallFormat
 from jaxserve.constraint import Constraint
@@ -42,7 +42,7 @@ from jaxserve.protocol.responses_api_requests import ResponsesRequest
 from jaxserve.protocol.responses_api_tools import own_names
 from jaxserve.protocol.text_chunks import WrittenChunk
 from jaxserve.protocol.tokenize_requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from jaxserve.protocol.tools import ToolUse
+from jaxserve.protocol.tools import Tool, ToolUse
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.compiler import Compiler
 from jaxserve.text.chat_template import ChatTemplate
@@ -169,7 +169,9 @@ class OpenAIService:
             token_ids = self._prompts.encode(request.prompt, param, add_special_tokens=adds)
         else:
             param = "messages"
-            token_ids = self._prompts.chat(request)
+            if request.tools:
+                self._rules.tool_call_format()  # a model that knows no tools answers no conversation with them
+            token_ids = self._prompts.chat(request, param, _told(request.tools) or None)
         if len(token_ids) > MAX_PROMPT_TOKEN_IDS:
             raise BadRequestError(
                 f"`{param}` has {len(token_ids)} tokens; the limit of a response is {MAX_PROMPT_TOKEN_IDS}",
@@ -275,7 +277,7 @@ class OpenAIService:
         self._check_generation(request)
         use = self._rules.tool_use(request)
         constraint = await self._rules.constraint(request, use)
-        tools = use and [tool.model_dump(exclude_none=True) for tool in request.tools]
+        tools = use and _told(request.tools)
         shown_ids = self._rules.shown_ids(request, use)
         prompts = [await self._in_thread(lambda: self._prompts.conversation(request, param, tools, shown_ids))]
         return self._answer(kind, request, prompts, observer, constraint=constraint, tool_use=use, lazy=lazy)
@@ -421,6 +423,11 @@ class OpenAIService:
 
     async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools as a template tells of them."""
+    return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
 def _usage(request: GenerationRequest) -> assembly.UsageMode:

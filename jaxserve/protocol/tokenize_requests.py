@@ -11,13 +11,13 @@ from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.parsing import check_token_ids, clean_messages
 from jaxserve.protocol.request_rules import check_chat_prompt
 from jaxserve.protocol.requests import MAX_PROMPT_TOKEN_IDS, ChatPromptFields
+from jaxserve.protocol.tools import check_tools, clean_tool_fields
 from jaxserve.protocol.validation import StrictModel, supported, validate
 
 UNSUPPORTED_TOKENIZE_CHAT: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),  # a template writes its own
     "chat_template": (),
     "mm_processor_kwargs": ({},),
-    "tools": ([],),
 }
 
 
@@ -56,8 +56,10 @@ def parse_tokenize_request(body: Mapping[str, Any]) -> TokenizeTextRequest | Tok
         raise BadRequestError("`prompt` and `messages` exclude each other", param="prompt")
     fields = supported(body, TokenizeChatRequest.model_fields, UNSUPPORTED_TOKENIZE_CHAT, "")
     clean_messages(fields)
+    clean_tool_fields(fields)
     request = validate(TokenizeChatRequest, fields)
     check_chat_prompt(request)
+    check_tools(request.tools, None)
     return request
 
 

@@ -46,6 +46,38 @@ async def test_conversation_has_the_ids_of_chat(fields: dict[str, Any]) -> None:
     assert (await tokenize(messages=begun, continue_final_message=True)).tokens[-4:] == list(b"Once")
 
 
+TOOL = {"type": "function", "function": {"name": "time", "description": "What time it is.", "strict": None}}
+TOOL_TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+)
+
+
+async def test_conversation_with_tools_has_the_ids_of_chat() -> None:
+    engine = FakeEngine(say("x"))
+    service = fake_service(engine, template=TOOL_TEMPLATE)
+    body = {"messages": MESSAGES, "tools": [TOOL]}
+    answer = await service.chat_completion(parse_chat_request(body))
+    tokens = await service.tokenize(parse_tokenize_request(body))
+    assert tokens.tokens == engine.submitted[-1][0]
+    assert tokens.count == answer.usage.prompt_tokens
+    assert "What time it is." in service.tokenizer.decode(tokens.tokens)
+    without = await service.tokenize(parse_tokenize_request({"messages": MESSAGES, "tools": []}))
+    assert b"<tool_call>" not in bytes(token for token in without.tokens if token < 256)
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", "{{ tools }}{{ messages }}"])
+async def test_tools_are_refused_where_chat_refuses_them(template: str) -> None:
+    service = fake_service(FakeEngine(say("x")), template=template)
+    body = {"messages": MESSAGES, "tools": [TOOL]}
+    with pytest.raises(BadRequestError) as chat:
+        await service.chat_completion(parse_chat_request(body))
+    with pytest.raises(BadRequestError) as tokenize:
+        await service.tokenize(parse_tokenize_request(body))
+    assert tokenize.value.body() == chat.value.body()
+    assert tokenize.value.code == "no_tool_support"
+
+
 async def test_more_tokens_than_the_context_has() -> None:
     assert (await tokenize(prompt="x" * 1000)).count == 1001
     with pytest.raises(BadRequestError) as refused:
@@ -75,6 +107,9 @@ async def test_back_to_text() -> None:
         ({"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
         ({"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": MESSAGES, "tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"messages": MESSAGES, "tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom"),
+        ({"messages": MESSAGES, "tool_choice": "auto"}, "tool_choice"),
     ],
 )  # fmt: skip
 async def test_wrong_texts_are_refused_by_name(body: dict[str, Any], param: str) -> None:

@@ -192,6 +192,8 @@ RESPONSES_BODIES: list[dict[str, Any]] = [
 TOKENIZE_BODIES: list[dict[str, Any]] = [
     {"prompt": "x"}, {"messages": MESSAGES}, {"prompt": "x", "messages": None}, {"prompt": "x", "messages": MESSAGES}, {},
     {"messages": []}, {"prompt": ["x"]}, {"messages": MESSAGES, "add_special_tokens": True},
+    {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f", "strict": None}}]},
+    {"messages": MESSAGES, "tools": [{"type": "function"}]},
 ]  # fmt: skip
 CASES = [
     (("ChatCompletionRequest",), parse_chat_request, CHAT_BODIES),
