@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 SNAPSHOT_SECONDS = 0.1  # between snapshots of the engine's numbers, while they change
 _SETTLE_SECONDS = 0.02  # from the end of an answer until its slot and its pages are free
+_THREADS_SECONDS = 1.0  # that the engine's helpers get to end after it
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent's business: it drains first
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -82,6 +83,9 @@ def run_engine_process(pipe: Connection, start: StartEngine, setup: ProcessSetup
     host.serve(hosted)
     if hosted.engine.failure is not None:
         _exit(EXIT_FAILED)  # a thread may still wait for a device, and jax for hosts that are gone
+    hosted.close()
+    if not _threads_end(_THREADS_SECONDS):
+        _exit(EXIT_OK)  # nobody waits for the constraint that one of them still compiles
 
 
 class _Host:
@@ -273,7 +277,7 @@ class _Host:
         self._reply(call, done)
 
     def _reply(self, call: Call, future: Future[Any], *, has_value: bool = True) -> None:
-        error = future.exception()
+        error = EngineStoppedError("the engine has stopped") if future.cancelled() else future.exception()
         if error is not None:
             self._outgoing.put(Reply(call.number, error=portable(error)))
         else:
@@ -308,6 +312,19 @@ def _is_same(one: Snapshot, other: Snapshot) -> bool:
         )
         for here, there in zip(one.stats.replicas, other.stats.replicas, strict=True)
     )  # fmt: skip
+
+
+def _threads_end(seconds: float) -> bool:
+    """Whether all threads end within that time that Python would wait for: those of executors too, daemons or not."""
+    deadline = time.monotonic() + seconds
+    others = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread() and (not thread.daemon or thread.name.startswith("jaxserve-"))
+    ]
+    for thread in others:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in others)
 
 
 def _exit(code: int) -> None:

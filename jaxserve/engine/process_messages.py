@@ -33,10 +33,12 @@ class HostedEngine:
 
     Attributes:
         compile_constraint: makes constraints out of what `ConstraintSource`s hold; None: there are none.
+        close: has whatever compiles constraints begin no more of them; called when the engine was shut down.
     """
 
     engine: EngineClient | ReplicatedEngine
     compile_constraint: Callable[[Any], Future[Constraint]] | None = None
+    close: Callable[[], None] = lambda: None
 
 
 StartEngine = Callable[[Progress], HostedEngine]  # run in the engine's process, so it must be possible to pickle it

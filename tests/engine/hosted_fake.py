@@ -6,9 +6,8 @@ import gc
 import logging
 import os
 import signal
-import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def start_fake(folder: Path, config: EngineConfig, progress: Progress) -> HostedEngine:
-    """Fetches no step while `folder` has a file "closed", and fails when it has "fault"."""
+    """Fetches no step while `folder` has a file "closed", fails when it has "fault", and leaves "ended" at its end."""
     with progress.task("starting", None, "engines"):
         limits = make_limits(seqs=2)
 
@@ -48,7 +47,7 @@ def start_fake(folder: Path, config: EngineConfig, progress: Progress) -> Hosted
     )
     engine.start()
     logger.info("started")
-    return HostedEngine(engine, lambda source: compile_rule(source, folder))
+    return HostedEngine(engine, lambda source: compile_rule(source, folder), (folder / "ended").touch)
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,12 @@ def compile_rule(source: tuple[tuple[int, ...], ...], folder: Path) -> Future[Co
         held = HeldRule(WordRule(source[1:], len(source) - 1, jumps=False), folder)
 
         def compile_held() -> None:
+            (folder / "began").touch()
             while (folder / "compiling").exists():
                 time.sleep(0.001)
             rule.set_result(held)
 
-        threading.Thread(target=compile_held).start()
+        ThreadPoolExecutor(1, thread_name_prefix="jaxserve-rules").submit(compile_held)
         return rule
     if source:
         rule.set_result(WordRule(source, len(source), jumps=False))

@@ -251,6 +251,20 @@ def test_an_engine_that_drains_ends_what_it_has(engine: RemoteEngine, folder: Pa
     assert isinstance(refusal(lambda: engine.flush_prefix_cache().result()), EngineStoppedError)
 
 
+def test_a_constraint_that_still_compiles_does_not_hold_up_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "compiling").touch()
+    with remote_engine(tmp_path) as engine:
+        asked = engine.compile_constraint(((), (1,)))
+        until((tmp_path / "began").exists)
+        engine.shutdown()
+        assert isinstance(refusal(lambda: asked.result(TIMEOUT)), EngineStoppedError)
+        assert_ended(engine.process_id)
+    assert "was killed" not in caplog.text
+    assert (tmp_path / "ended").exists()
+
+
 def test_a_fault_in_the_engine_s_thread_fails_it(tmp_path: Path) -> None:
     with remote_engine(tmp_path) as engine:
         (tmp_path / "fault").touch()
