@@ -107,17 +107,22 @@ class MaskWriter:
         ]
         for row in rows:
             row.sequence.forced_tokens = ()
-        failed = self._write_next(rows, words)
-        single = tuple(row for row in rows if _is_single(row) and row.first not in failed)
+        failed, single = self._write_next(rows, words)
         self._in_threads(_write_ahead, [row for row in rows if row.drafts and row.first not in failed], positions - 1)
-        return StepMasks(words, tuple((row.sequence, failed[row.first]) for row in rows if row.first in failed), single)
+        return StepMasks(
+            words, tuple((row.sequence, failed[row.first]) for row in rows if row.first in failed), tuple(single)
+        )
 
     def find_forced(self, masks: StepMasks) -> None:
         """Finds out which runs of tokens are forced from here on: `Sequence.forced_tokens`. Before the next step."""
         self._in_threads(_find_forced, masks.single, 1)
 
-    def _write_next(self, rows: list[_Row], words: np.ndarray) -> dict[int, str]:
-        """The masks of all rows' next tokens; of those that can't get any, why, by where their masks lie."""
+    def _write_next(self, rows: list[_Row], words: np.ndarray) -> tuple[dict[int, str], list[_Row]]:
+        """The masks of all rows' next tokens.
+
+        Returns:
+            By where its masks lie, why a row can't get any; and the rows that a single token may follow, and no end.
+        """
         batches: dict[MaskBatch, list[_Row]] = defaultdict(list)
         alone: list[_Row] = []
         for row in rows:
@@ -128,16 +133,21 @@ class MaskWriter:
             errors = batch.write([row.constraint for row in together], words, [row.first for row in together])
             failed |= {together[place].first: error for place, error in errors.items()}
         self._in_threads(lambda row: _write_alone(row, failed), alone, 1)
+        single: list[_Row] = []
         for row in rows:
             if row.first in failed:
-                pass
-            elif row.constraint.is_complete:
+                continue
+            if row.constraint.is_complete:
                 allow(row.words[0], row.sequence.stop_token_ids)
-            elif not row.words[0].any():
+                continue
+            words_with_tokens = np.count_nonzero(row.words[0])
+            if not words_with_tokens:
                 failed[row.first] = "no token may follow, and the output is not complete"
+            elif words_with_tokens == 1 and _has_one_bit(int(row.words[0].view(np.uint32).max())):
+                single.append(row)
         for first in failed:
             words[first] = -1  # what is drawn is thrown away
-        return failed
+        return failed, single
 
     def _in_threads(self, function: Callable[[_Row], None], rows: SequenceOf[_Row], num_masks: int) -> None:
         """Calls it for each row, with so many masks to be written for one, in threads where that is worth it."""
@@ -164,11 +174,7 @@ def _write_alone(row: _Row, failed: dict[int, str]) -> None:
         failed[row.first] = str(raised)
 
 
-def _is_single(row: _Row) -> bool:
-    """Whether the mask of a row's next token holds one token alone, and the output may not end."""
-    if np.count_nonzero(row.words[0]) != 1 or row.constraint.is_complete:
-        return False
-    word = int(np.max(row.words[0].view(np.uint32)))
+def _has_one_bit(word: int) -> bool:
     return word & (word - 1) == 0
 
 

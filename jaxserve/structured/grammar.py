@@ -60,9 +60,13 @@ class GrammarMasks:
 
     def write(self, states: Sequence[TokenConstraint], masks: np.ndarray, rows: Sequence[int]) -> dict[int, str]:
         own = cast("Sequence[GrammarState]", states)
+        asked = [(state._matcher, place) for place, state in enumerate(own) if not state._run]
         written = np.zeros((len(own), self.vocabulary.num_words), np.int32)
-        numbered = [(state._matcher, place) for place, state in enumerate(own)]
-        self.vocabulary.executor.unsafe_compute_mask_ptr(numbered, written.ctypes.data, 4 * written.shape[1], len(own))
+        for place, state in enumerate(own):
+            if state._run:
+                written[place, state._run[0] // 32] = np.uint32(1 << state._run[0] % 32).view(np.int32)
+        if asked:
+            self.vocabulary.executor.unsafe_compute_mask_ptr(asked, written.ctypes.data, 4 * written.shape[1], len(own))
         written[:, self.vocabulary.end_id // 32] &= ~(1 << self.vocabulary.end_id % 32)
         shared = min(masks.shape[1], written.shape[1])
         masks[rows, :shared] = written[:, :shared]
@@ -89,6 +93,7 @@ class GrammarState:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._masks = masks
+        self._run: tuple[int, ...] = ()  # the next tokens that are known to be forced
 
     @property
     def batch(self) -> GrammarMasks:
@@ -103,8 +108,11 @@ class GrammarState:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def accept(self, token_id: int) -> None:
+        run, self._run = self._run, ()
         if not self._matcher.consume_token(token_id):
             raise ConstraintError(self._error())
+        if run[:1] == (token_id,):
+            self._run = run[1:]
 
     def write_mask(self, mask: np.ndarray) -> None:
         words = np.zeros(self._vocabulary.num_words, np.int32)
@@ -116,6 +124,8 @@ class GrammarState:
         mask[:shared] |= words[:shared]
 
     def forced_run(self, most: int) -> tuple[int, ...]:
+        if self._run:
+            return self._run[:most]
         if self._matcher.is_accepting():
             return ()
         expected = self._matcher.compute_ff_tokens()[:most]  # quick; what counts is what the masks say one by one
@@ -131,7 +141,8 @@ class GrammarState:
                 if matcher.is_accepting() or not is_only or not matcher.consume_token(token):
                     break
                 run.append(token)
-        return tuple(run)
+        self._run = tuple(run)
+        return self._run
 
     def look_ahead(self, drafts: Sequence[int], masks: np.ndarray) -> list[bool]:
         tokens = list(takewhile(lambda token: 0 <= token < self._vocabulary.end_id, drafts))  # others are none

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import llguidance
 
 from jaxserve.text.tokenizer import Tokenizer
 
 _MAX_THREADS = 16
+_MAX_KNOWN_TEXTS = 8192
+_SHORT_TEXT = 200  # characters
 
 
 def _make_executor() -> llguidance.LLExecutor:
@@ -47,11 +50,13 @@ class _LibraryTokenizer:
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)] + [b"<end>"]
         self.special_token_ids = [*sorted(special), self.eos_token_id]
         self._tokenizer = tokenizer
+        # What a grammar forces is asked for again at each of its tokens, for each row, by threads that wait for Python.
+        self._encode_short = lru_cache(_MAX_KNOWN_TEXTS)(tokenizer.encode_continuation)
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
             raise TypeError("text only")
-        return self._tokenizer.encode_continuation(text)
+        return (self._encode_short if len(text) <= _SHORT_TEXT else self._tokenizer.encode_continuation)(text)
 
 
 def make_vocabulary(tokenizer: Tokenizer) -> Vocabulary:

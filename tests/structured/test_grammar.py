@@ -12,7 +12,7 @@ from jaxserve.structured.compiler import GrammarCompiler
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammar import Grammar
 from tests.fakes import MODEL_CONFIG, byte_tokenizer
-from tests.structured.grammars import allowed, compiled, looked_ahead, refused_at
+from tests.structured.grammars import allowed, compiled, looked_ahead, refused_at, tokens_of
 
 CHOICES = ["a/b", "c.d\n", 'é"', "ab", "abc", "{x}"]
 
@@ -79,6 +79,25 @@ def test_masks_written_together_are_those_written_one_by_one(num_words: int) -> 
         assert (masks[row] == expected).all()
     assert masks[4].any() and not masks[3].any()
     assert (masks[[2, 5]] == -1).all()
+
+
+def test_what_is_known_to_be_forced_is_told_and_masked_without_asking_again() -> None:
+    state = compiled(Grammar("regex", "[ab]xyz[cd]")).start()
+    state.accept(ord("a"))
+    assert state.forced_run(8) == tuple(b"xyz")
+    for token, left in zip(b"xyz", (b"xyz", b"yz", b"z"), strict=True):
+        assert state.forced_run(8) == tuple(left) and state.forced_run(1) == (token,)
+        masks = np.zeros((1, 9), np.int32)
+        assert state.batch is not None and state.batch.write([state], masks, [0]) == {}
+        assert tokens_of(masks[0]) == allowed(state) == [token]
+        state.accept(token)
+    assert state.forced_run(8) == () and allowed(state) == list(b"cd")
+    other = compiled(Grammar("regex", "[ab]xyz[cd]")).start()
+    other.accept(ord("b"))
+    assert other.forced_run(8) == tuple(b"xyz")
+    with pytest.raises(ConstraintError):
+        other.accept(ord("z"))
+    assert other.forced_run(8) != tuple(b"xyz")
 
 
 def test_forced_tokens() -> None:
