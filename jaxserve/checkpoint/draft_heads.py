@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -28,6 +29,8 @@ from jaxserve.models.draft_head import DraftHead
 from jaxserve.models.eagle import EagleConfig, EagleParams, default_tap_layers
 from jaxserve.models.medusa import MedusaConfig, MedusaHeadParams, MedusaParams
 from jaxserve.models.params import LayerParams
+
+logger = logging.getLogger(__name__)
 
 HeadMethod = Literal["eagle", "eagle3", "medusa"]
 
@@ -291,13 +294,21 @@ def _tap_layers(config: Mapping[str, Any], target: ModelConfig, where: str) -> t
     """Layers of the model whose inputs the head was trained on.
 
     Ids are of the layers that the hidden states go into (0: they are the embedding). In a group `eagle_config` they may be
-    of the layers that they come out of, which the first id tells: such lists begin with 1, others with 2 or more.
+    of the layers that they come out of, and nothing in the file says which. Heads are trained on what goes into layers
+    `default_tap_layers`, of which the first is 2, so that a list that begins with 1 is taken for one of the other kind;
+    that is logged, for a head that was trained on other layers may be misread by it: its drafts are worse then, never the
+    output. An id list outside the group is taken as it stands.
     """
     told, group = config.get("eagle_aux_hidden_state_layer_ids"), config.get("eagle_config")
     if told is None and isinstance(group, Mapping):
         told = group.get("eagle_aux_hidden_state_layer_ids")
         if isinstance(told, list) and told and told[0] == 1:
-            told = [each + 1 if isinstance(each, int) else each for each in told]
+            came_out_of, told = told, [each + 1 if isinstance(each, int) else each for each in told]
+            logger.info(
+                "%s: eagle_aux_hidden_state_layer_ids=%s of eagle_config are taken for layers that hidden states come out "
+                "of, and so for the inputs of %s",
+                where, came_out_of, told,
+            )  # fmt: skip
     default = default_tap_layers(target.num_layers)
     if told is None and target.num_layers < _SHALLOWEST:
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import json
 from pathlib import Path
 from typing import Any
@@ -112,21 +113,27 @@ def test_an_eagle3_head_is_read_with_its_own_vocabulary(tmp_path: Path, layer: s
 
 
 @pytest.mark.parametrize(
-    ("told", "layers"),
+    ("told", "layers", "logged"),
     [
-        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, (1, 3, 8)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (2, 4, 5)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 8]}}, (2, 6, 8)),
-        ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 4, 5)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, (1, 3, 8), ""),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}},
+            (2, 4, 5),
+            "[1, 3, 4] of eagle_config are taken for layers that hidden states come out of",
+        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 8]}}, (2, 6, 8), ""),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 4, 5), ""),
     ],
 )
 def test_a_config_may_name_the_layers_that_an_eagle3_head_looks_at(
-    tmp_path: Path, told: dict[str, Any], layers: tuple[int, ...]
+    tmp_path: Path, told: dict[str, Any], layers: tuple[int, ...], logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "jaxserve.checkpoint.draft_heads")
     config = CONFIG | {"draft_vocab_size": 10, "norm_before_residual": True} | told
     folder = write(tmp_path / "head", eagle_tensors(drawn(eagle_specs(EAGLE3)), "midlayer."), config=config)
     loaded = load_draft_head(folder, "eagle3", TARGET).config
     assert loaded == dataclasses.replace(EAGLE3, tap_layers=layers, norms_residual=True)
+    assert logged in caplog.text and bool(logged) == ("come out of" in caplog.text)
 
 
 def test_an_eagle3_head_may_describe_its_layer_apart(tmp_path: Path) -> None:
