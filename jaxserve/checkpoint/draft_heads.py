@@ -297,7 +297,7 @@ def _tap_layers(config: Mapping[str, Any], target: ModelConfig, where: str) -> t
     of the layers that they come out of, and nothing in the file says which. Heads are trained on what goes into layers
     `default_tap_layers`, of which the first is 2, so that a list that begins with 1 is taken for one of the other kind;
     that is logged, for a head that was trained on other layers may be misread by it: its drafts are worse then, never the
-    output. An id list outside the group is taken as it stands.
+    output. A list outside the group is taken as it stands.
     """
     told, group = config.get("eagle_aux_hidden_state_layer_ids"), config.get("eagle_config")
     if told is None and isinstance(group, Mapping):
