@@ -171,6 +171,8 @@ def build_runner(
         ValueError: sizes or models that do not go together.
     """
     check_draft_model(config.speculative_config, model_config, draft)
+    if cluster is not None and config.speculative_config is not None:
+        raise ValueError(f"speculative decoding does not run over several hosts yet, and nnodes={config.nnodes}")
     mesh = make_engine_mesh(config, replica.index)
     dtype = resolve_dtype(config, mesh)
     cache_dtype = resolve_cache_dtype(config, dtype)
@@ -190,18 +192,8 @@ def build_runner(
         num_pages=limits.num_pages,
         page_size=limits.page_size,
     )
-    buckets = make_buckets(
-        limits.max_num_seqs,
-        limits.max_num_batched_tokens,
-        limits.max_prefill_rows,
-        few_programs=_platform(mesh) == "cpu",
-        num_speculative_tokens=0
-        if config.speculative_config is None
-        else config.speculative_config.num_speculative_tokens,
-    )
+    buckets = _make_buckets(limits, config, mesh)
     drafting = None
-    if cluster is not None and config.speculative_config is not None:
-        raise ValueError(f"speculative decoding does not run over several hosts yet, and nnodes={config.nnodes}")
     if config.speculative_config is not None:
         if isinstance(draft, Model):
             draft = Model(with_longest_sequence(draft.config, limits.max_model_len), draft.params)
@@ -225,12 +217,34 @@ def build_runner(
             else _peer_memory(device_config, mesh, dtype, limits.max_num_seqs),
         )
     runner.warm_up(progress, compares=cluster is None)
-    usable, usable_as = usable_bytes(config, mesh)
     host = None if offload is None else HostMemory(offload.num_bytes, offload.num_places)
+    _check_memory(runner, config, mesh, limits, host)
+    return BuiltRunner(runner, model_config, mesh, dtype, limits, buckets)
+
+
+def _make_buckets(limits: SchedulerLimits, config: EngineConfig, mesh: Mesh) -> Buckets:
+    drafting = config.speculative_config
+    return make_buckets(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        limits.max_prefill_rows,
+        few_programs=_platform(mesh) == "cpu",
+        num_speculative_tokens=0 if drafting is None else drafting.num_speculative_tokens,
+    )
+
+
+def _check_memory(
+    runner: ModelRunner, config: EngineConfig, mesh: Mesh, limits: SchedulerLimits, host: HostMemory | None
+) -> None:
+    """Tells where the memory goes, which is known when all is compiled.
+
+    Raises:
+        OutOfMemoryError: steps need more than may be used.
+    """
+    usable, usable_as = usable_bytes(config, mesh)
     plan = MemoryPlan(mesh.devices.flat[0].device_kind, runner.memory_use(), usable, usable_as, limits, host)
     plan.check()
     logger.info("%s", plan.table())
-    return BuiltRunner(runner, model_config, mesh, dtype, limits, buckets)
 
 
 def _peer_memory(model_config: ModelConfig, mesh: Mesh, dtype: jnp.dtype, max_num_seqs: int) -> PeerMemory | None:
