@@ -9,19 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar, overload
 
 from jaxserve.config import ToolCallFormat
-from jaxserve.constraint import Constraint
-from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError
+from jaxserve.engine.request import EngineStoppedError
 from jaxserve.protocol import assembly, responses_api_assembly
 from jaxserve.protocol.answer_rules import AnswerRules
-from jaxserve.protocol.assembly import Answer, Echo
-from jaxserve.protocol.choice_text import ChoiceText
+from jaxserve.protocol.answer_start import AnswerStarter
+from jaxserve.protocol.assembly import Answer
 from jaxserve.protocol.chunk_stream import ChunkStream
-from jaxserve.protocol.engine_protocol import Engine, TokenStream
-from jaxserve.protocol.errors import ApiError, BadRequestError, NotFoundError, from_engine_error
-from jaxserve.protocol.generation import TextGeneration
-from jaxserve.protocol.logprobs import LogprobWriter
-from jaxserve.protocol.observer import NoObserver, RequestObserver
-from jaxserve.protocol.prompts import EncodedPrompt, PromptBuilder
+from jaxserve.protocol.engine_protocol import Engine
+from jaxserve.protocol.errors import BadRequestError, NotFoundError, from_engine_error
+from jaxserve.protocol.observer import RequestObserver
+from jaxserve.protocol.prompts import PromptBuilder
 from jaxserve.protocol.requests import (
     MAX_PROMPT_TOKEN_IDS,
     ChatCompletionRequest,
@@ -42,8 +39,7 @@ from jaxserve.protocol.responses_api_requests import ResponsesRequest
 from jaxserve.protocol.responses_api_tools import own_names
 from jaxserve.protocol.text_chunks import WrittenChunk
 from jaxserve.protocol.tokenize_requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from jaxserve.protocol.tools import Tool, ToolUse
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.protocol.tools import Tool
 from jaxserve.structured.compiler import Compiler
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
@@ -51,9 +47,6 @@ from jaxserve.text.tokenizer import Tokenizer
 ResultT = TypeVar("ResultT")
 
 TEXT_THREADS = 2  # render templates and tokenize prompts
-
-
-MAX_LOGPROBS_HELD = 4_000_000  # log probabilities that one response may hold before any of it is sent
 
 
 class OpenAIService:
@@ -92,6 +85,7 @@ class OpenAIService:
             vocab_size=engine.model_config.vocab_size,
             allow_special_tokens_in_content=allow_special_tokens_in_content,
         )
+        self._starter = AnswerStarter(engine, tokenizer, model_name)
         self._rules = AnswerRules(tokenizer, template, tool_call_parser, compiler)
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="jaxserve-text")
 
@@ -257,7 +251,7 @@ class OpenAIService:
         constraint = await self._rules.constraint(request)
         shown_ids = self._rules.shown_ids(request, None)
         prompts = await self._in_thread(lambda: self._prompts.completions(request, shown_ids))
-        return self._answer(
+        return self._starter.start(
             "cmpl", request, prompts, observer, has_echoes=request.echo, constraint=constraint, lazy=lazy
         )
 
@@ -280,124 +274,7 @@ class OpenAIService:
         tools = use and _told(request.tools)
         shown_ids = self._rules.shown_ids(request, use)
         prompts = [await self._in_thread(lambda: self._prompts.conversation(request, param, tools, shown_ids))]
-        return self._answer(kind, request, prompts, observer, constraint=constraint, tool_use=use, lazy=lazy)
-
-    def _answer(
-        self,
-        kind: Literal["chatcmpl", "cmpl", "resp"],
-        request: GenerationRequest,
-        prompts: Sequence[EncodedPrompt],
-        observer: RequestObserver | None,
-        *,
-        lazy: bool,
-        has_echoes: bool = False,
-        constraint: Constraint | None = None,
-        tool_use: ToolUse | None = None,
-    ) -> Answer:
-        """Queues the prompts; what becomes of them makes up the answer."""
-        self._check_logprobs(request, prompts, held=kind == "resp" or not request.stream)
-        generations = self._submit(request, prompts, observer or NoObserver(), constraint)
-        return Answer(
-            model=self.model_name,
-            generations=generations,
-            choices_per_prompt=request.n,
-            id=assembly.new_id(kind),
-            echoes=[Echo(prompt.echo, prompt.token_ids) for prompt in prompts] if has_echoes else (),
-            logprobs=self._writer(request.num_top_logprobs, lazy),
-            prompt_logprobs=self._writer(request.prompt_logprobs, lazy),
-            tool_use=tool_use,
-            usage=_usage(request),
-            is_sent=lazy,
-        )
-
-    def _writer(self, num_top: int | None, lazy: bool) -> LogprobWriter | None:
-        return None if num_top is None else LogprobWriter(self.tokenizer, num_top, is_lazy=lazy)
-
-    def _submit(
-        self,
-        request: GenerationRequest,
-        prompts: Sequence[EncodedPrompt],
-        observer: RequestObserver,
-        constraint: Constraint | None,
-    ) -> list[TextGeneration]:
-        """Queues every prompt, or none: the request fails as a whole."""
-        streams: list[TokenStream] = []
-        generations: list[TextGeneration] = []
-        try:
-            for prompt in prompts:
-                sampling = self._sampling(request, prompt, constraint)
-                streams.append(
-                    self.engine.submit(
-                        prompt.token_ids, sampling, cache_salt=request.cache_salt, priority=request.priority
-                    )
-                )
-                generations.append(
-                    TextGeneration(
-                        streams[-1],
-                        self._choices(request, prompt, len(generations) * request.num_drawn),
-                        prompt_tokens=len(prompt.token_ids),
-                        observer=observer,
-                        awaits_prompt_logprobs=request.num_prompt_logprobs is not None,
-                    )
-                )
-        except BaseException as error:
-            for stream in streams:
-                stream.abort()
-            if isinstance(error, (RequestError, QueueFullError, EngineStoppedError)):
-                raise _named(from_engine_error(error), prompts[len(streams)].param) from error
-            raise
-        return generations
-
-    def _sampling(
-        self, request: GenerationRequest, prompt: EncodedPrompt, constraint: Constraint | None
-    ) -> SamplingParams:
-        room = max(1, self.engine.max_model_len - len(prompt.token_ids))
-        if request.min_tokens > room:
-            raise BadRequestError(
-                f"`min_tokens` is {request.min_tokens}; `{prompt.param}` leaves room for {room}", param="min_tokens"
-            )
-        limit = request.output_limit
-        # The engine generates one token at least; where only the prompt is scored, that token is no part of the answer.
-        max_tokens = None if limit is None else min(max(limit, 1), room)
-        return request.sampling(max_tokens=max_tokens, constraint=constraint)
-
-    def _choices(self, request: GenerationRequest, prompt: EncodedPrompt, first_index: int) -> list[ChoiceText]:
-        return [
-            ChoiceText(
-                first_index + choice,
-                self.tokenizer,
-                prompt.detokenizer.copy(),
-                stops=request.stop,
-                skip_special_tokens=request.skip_special_tokens,
-                min_tokens=request.min_tokens,
-                max_tokens=request.output_limit,
-                text_length=len(prompt.echo),
-            )
-            for choice in range(request.num_drawn)
-        ]
-
-    def _check_logprobs(self, request: GenerationRequest, prompts: Sequence[EncodedPrompt], *, held: bool) -> None:
-        """Refuses what could only be held in memory as a whole, and is too much for that.
-
-        Args:
-            held: the answer's own are kept to its end, as a stream of chunks need not do.
-        """
-        num_held = 0
-        limit = request.output_limit
-        for prompt in prompts:
-            room = max(1, self.engine.max_model_len - len(prompt.token_ids))
-            new_tokens = room if limit is None else min(limit, room)
-            if request.num_prompt_logprobs is not None:
-                num_held += request.n * len(prompt.token_ids) * (request.num_prompt_logprobs + 1)
-            if request.num_top_logprobs is not None and held:
-                num_held += request.num_drawn * new_tokens * (request.num_top_logprobs + 1)
-        if num_held > MAX_LOGPROBS_HELD:
-            param = "prompt_logprobs" if request.num_top_logprobs is None else "logprobs"
-            raise BadRequestError(
-                f"this may give {num_held} log probabilities in one response; the limit is {MAX_LOGPROBS_HELD}: ask for "
-                "fewer choices, tokens or alternatives",
-                param=param,
-            )
+        return self._starter.start(kind, request, prompts, observer, constraint=constraint, tool_use=use, lazy=lazy)
 
     def _check_generation(self, request: GenerationRequest) -> None:
         if request.model is not None:
@@ -428,16 +305,3 @@ class OpenAIService:
 def _told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Tools as a template tells of them."""
     return [tool.model_dump(exclude_none=True) for tool in tools]
-
-
-def _usage(request: GenerationRequest) -> assembly.UsageMode:
-    if request.continuous_usage():
-        return "always"
-    return "last" if request.include_usage() else "none"
-
-
-def _named(error: ApiError, param: str) -> ApiError:
-    """The same refusal, naming the field that the client wrote the prompt in."""
-    if isinstance(error, BadRequestError) and error.param in (None, "prompt"):
-        return BadRequestError(error.message, param=param, code=error.code)
-    return error
