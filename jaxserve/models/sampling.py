@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -11,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from jaxserve.sampling_params import SamplingMode
 
 _INFINITY_BITS = 0x7F800000
+_DISTANCE_BITS = 31  # of a float32 without its sign
 _MIN_TEMPERATURE = 1e-5  # below this a row is greedy: what is drawn is the most likely token in any case
 
 
@@ -100,23 +103,38 @@ def _cut(below_top: Float[Array, "rows vocab"], params: SamplingArrays) -> Float
 def _smallest_cut(
     distances: Float[Array, "rows vocab"], weights: Float[Array, "rows vocab"], goal: Float[Array, " rows"]
 ) -> Float[Array, " rows"]:
-    """The smallest distance within which a row's weights sum to its goal: bisection over the bits of the distance.
+    """The smallest distance within which a row's weights sum to its goal.
 
-    Exact and free of sorting: distances are not negative, so that their bit patterns are ordered as they are. If the goal
-    is never reached (rounding), the cut is infinite.
+    Exact and free of sorting: distances are not negative, so that their bit patterns are ordered as they are, and the cut's
+    is found some bits at a time. If the goal is never reached (rounding), the cut is infinite.
     """
+    # Where memory bounds a pass over the vocabulary, a few more sums in it are free.
+    return lax.platform_dependent(
+        distances, weights, goal, cpu=partial(_search_cut, bits_a_pass=1), default=partial(_search_cut, bits_a_pass=4)
+    )
 
-    def enough(bits: Int32[Array, " rows"]) -> Bool[Array, " rows"]:
-        cut = lax.bitcast_convert_type(bits, jnp.float32)[:, None]
-        return jnp.sum(jnp.where(distances <= cut, weights, 0.0), axis=-1) >= goal
 
-    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds  # the answer lies in [low, high]
-        middle = low + (high - low) // 2
-        reached = enough(middle)
-        return jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
+def _search_cut(
+    distances: Float[Array, "rows vocab"],
+    weights: Float[Array, "rows vocab"],
+    goal: Float[Array, " rows"],
+    *,
+    bits_a_pass: int,
+) -> Float[Array, " rows"]:
+    def narrow(shift: int | Array, low: Int32[Array, " rows"], num_parts: int) -> Int32[Array, " rows"]:
+        """The answer lies in one of so many parts of 2^shift from low on: the start of that part."""
+        parts_before = jnp.zeros_like(low)
+        for part in range(1, num_parts):
+            last = low + ((jnp.int32(part) << shift) - 1)
+            cut = lax.bitcast_convert_type(jnp.minimum(last, _INFINITY_BITS), jnp.float32)[:, None]
+            reached = jnp.sum(jnp.where(distances <= cut, weights, 0.0), axis=-1) >= goal
+            parts_before += jnp.logical_not(reached).astype(jnp.int32)
+        return low + (parts_before << shift)
 
-    rows = distances.shape[0]
-    low, high = jnp.zeros((rows,), jnp.int32), jnp.full((rows,), _INFINITY_BITS, jnp.int32)
-    _, high = lax.fori_loop(0, 31, halve, (low, high))
-    return lax.bitcast_convert_type(high, jnp.float32)
+    low = jnp.zeros(distances.shape[:1], jnp.int32)
+    if bits_a_pass == 1:
+        low = lax.fori_loop(0, _DISTANCE_BITS, lambda index, low: narrow(_DISTANCE_BITS - 1 - index, low, 2), low)
+    else:
+        for shift in reversed(range(0, _DISTANCE_BITS, bits_a_pass)):
+            low = narrow(shift, low, 1 << min(bits_a_pass, _DISTANCE_BITS - shift))
+    return lax.bitcast_convert_type(jnp.minimum(low, _INFINITY_BITS), jnp.float32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.sampling import SamplingArrays, row_keys, sample
+from jaxserve.models.sampling import SamplingArrays, _search_cut, row_keys, sample
 from jaxserve.sampling_params import SamplingMode
 
 VOCAB = 8
@@ -153,6 +153,25 @@ def test_the_tightest_filters_are_greedy_among_ties_too(params: dict[str, Any]) 
 @pytest.mark.parametrize("top_k", [0, -1, VOCAB, VOCAB + 5])
 def test_top_k_off_keeps_all(top_k: int) -> None:
     assert len(set(draw_tokens(LOGITS, top_k=top_k).tolist())) == VOCAB
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.1, 0.9, 1.1])
+def test_the_cut_is_the_same_however_many_bits_of_it_a_pass_finds(share: float) -> None:
+    scales = jnp.asarray([1e-30, 1e-3, 1.0, 10.0, 1e3, 0.0], jnp.float32)[:, None]
+    distances = jnp.abs(jax.random.normal(jax.random.key(0), (6, 500), jnp.float32)) * scales
+    weights = jnp.exp(-distances)
+    goal = share * jnp.sum(weights, axis=-1)
+    cuts = [_search_cut(distances, weights, goal, bits_a_pass=bits) for bits in (1, 2, 3, 4, 5)]
+    for cut in cuts[1:]:
+        np.testing.assert_array_equal(cut, cuts[0])
+    if share > 1:
+        assert jnp.isinf(cuts[0]).all()
+    else:  # a token of each row lies at the cut, those within it have the goal, and those before it have not
+        inside = distances <= cuts[0][:, None]
+        assert (jnp.min(jnp.abs(distances - cuts[0][:, None]), axis=-1) == 0).all()
+        assert (jnp.sum(jnp.where(inside, weights, 0), axis=-1) >= goal).all()
+        before = distances < cuts[0][:, None]
+        assert (jnp.sum(jnp.where(before, weights, 0), axis=-1) < goal).all()
 
 
 def test_temperature_zero_wins_over_the_filters() -> None:
