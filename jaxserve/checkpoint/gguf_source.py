@@ -54,6 +54,9 @@ class GGUFFile:
         for tensor in self._reader.tensors:
             if int(tensor.data_offset) + int(tensor.n_bytes) > size:
                 raise CheckpointError(f"{path} ends inside tensor {tensor.name!r}: fetch the file again")
+        parts = self.get("split.count", 1)
+        if parts not in (0, 1):
+            raise CheckpointError(f"{path} is one part of {parts}: join them first, with `llama-gguf-split --merge`")
         self.family: Family = family_of_gguf(str(self.get("general.architecture")), str(path))
 
     def get(self, key: str, default: Any = None) -> Any:

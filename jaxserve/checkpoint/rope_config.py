@@ -32,7 +32,7 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, where: str) -> tuple
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return theta, None
-    kind = family.rope_kinds.get(kind, kind)
+    kind = family.rope_kinds.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in get_args(RopeScalingKind):
         known = ", ".join(("default", *get_args(RopeScalingKind)))
         raise CheckpointError(f"{where}: rope scaling {kind!r} is not supported; supported are {known}")

@@ -81,7 +81,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object; any fault is a `CheckpointError` that names the file."""
     try:
         value = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        json.dumps(
+            value, ensure_ascii=False
+        ).encode()  # raises for halves of characters, which no file can be written with
+    except (ValueError, RecursionError) as error:  # numbers of too many digits are a ValueError too
         raise CheckpointError(f"{path} is not valid JSON ({error_line(error)}): fetch the file again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}: fetch the file again")

@@ -37,7 +37,7 @@ def read_hf_tokenizer(folder: Path) -> TokenizerFiles | None:
     else:
         return None
     token_map = _json_if_there(folder, "special_tokens_map.json")
-    bos_token, eos_token = (_token_text(config, token_map, key) for key in ("bos_token", "eos_token"))
+    bos_token, eos_token = (_token_text(folder, config, token_map, key) for key in ("bos_token", "eos_token"))
     try:
         backend = tokenizers.Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
@@ -87,9 +87,14 @@ def _json_if_there(folder: Path, name: str) -> dict[str, Any]:
     return read_json(checked_file(folder, name)) if (folder / name).exists() else {}
 
 
-def _token_text(config: Mapping[str, Any], token_map: Mapping[str, Any], key: str) -> str:
+def _token_text(folder: Path, config: Mapping[str, Any], token_map: Mapping[str, Any], key: str) -> str:
     token = config.get(key) or token_map.get(key) or ""
-    return token.get("content", "") if isinstance(token, dict) else str(token)
+    text = token.get("content", "") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: {key}={token!r} must be a text, or an object with one"
+        )
+    return text
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

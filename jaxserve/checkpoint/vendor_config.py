@@ -154,7 +154,12 @@ def _group_of_all(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             f"{where}: compressed-tensors with config_groups={found!r} is not supported: there must be one, or "
             f"several alike; {_SUPPORTED}"
         )
-    targets = [target for group in groups.values() for target in group.get("targets") or ()]
+    targets: list[Any] = []
+    for name, group in groups.items():
+        own = group.get("targets") or []
+        if not isinstance(own, list):
+            raise CheckpointError(f"{where}: targets={own!r} of {name} must be a list of modules")
+        targets += own
     return {**next(iter(groups.values())), "targets": targets}
 
 

@@ -231,6 +231,12 @@ def test_heads_that_differ_by_layer_are_refused(tmp_path: Path) -> None:
         convert(path, tmp_path / "converted", progress=NoProgress())
 
 
+def test_one_part_of_several_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", weights(), metadata={"split.count": 3, "split.no": 0})
+    with pytest.raises(CheckpointError, match=r"one part of 3: join them first"):
+        convert(path, tmp_path / "converted", progress=NoProgress())
+
+
 def header_with(content: bytes, name: str, number: int) -> bytes:
     """A file whose header claims `number` of something."""
     if name in ("tensors", "entries"):

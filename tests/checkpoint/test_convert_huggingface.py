@@ -219,10 +219,29 @@ def test_short_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"], ids=["cut", "list", "binary"])
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[]", b"\xff", b'{"a": "\\ud800"}', b'{"a": ' + b"1" * 5000 + b"}", b"[" * 100_000],
+    ids=["cut", "list", "binary", "half a character", "digits", "nested"],
+)
 def test_damaged_json(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
     assert_refused(folder, match=name)
+
+
+@pytest.mark.parametrize("key", ["bos_token", "eos_token"])
+@pytest.mark.parametrize("token", [5, {"content": 5}, ["</s>"]])
+def test_special_token_that_is_no_text(folder: Path, key: str, token: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: token}))
+    assert_refused(folder, match=rf"tokenizer_config\.json: {key}=.*must be a text")
+
+
+def test_what_a_file_says_does_not_fill_the_screen(folder: Path) -> None:
+    edit_config(folder, hidden_size="x" * 1_000_000)
+    with pytest.raises(CheckpointError, match=r"config.json: hidden_size='xxx") as caught:
+        convert(folder, folder.parent / "refused", progress=NoProgress())
+    assert len(str(caught.value)) < 3000
 
 
 def test_folder_without_a_model(tmp_path: Path) -> None:

@@ -171,6 +171,14 @@ def test_lists_that_cannot_be_right_are_refused(tmp_path: Path, ignored: Any, me
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("targets", ["Linear", 7])
+def test_targets_that_are_no_list_are_refused(tmp_path: Path, targets: Any) -> None:
+    form = {**CHANNELS, "config_groups": {"group_0": {**CHANNELS["config_groups"]["group_0"], "targets": targets}}}
+    source = write_float8(tmp_path / "model", form, per_channel=True, inputs=False)
+    with pytest.raises(CheckpointError, match=f"targets={targets!r} of group_0 must be a list"):
+        convert(source, tmp_path / "out", progress=NoProgress())
+
+
 def test_a_quantized_output_head_is_refused(tmp_path: Path) -> None:
     source = write_float8(tmp_path / "model", CHANNELS, per_channel=True, inputs=False)
     tensors = tensors_of(source) | {"lm_head.weight": np.zeros((259, 64), FLOAT8), "lm_head.weight_scale": np.ones(1)}
