@@ -39,7 +39,8 @@ _MULTIPLICATIONS_PER_CYCLE = 2048
 _FEW_STAGES_FACTOR = 1.3
 _SHORT_ROWS_FACTOR = 1.1
 _ROUND_CYCLES = 2000
-_JOIN_CYCLES = 3000
+_JOIN_CYCLES = 2000  # and those of each block of a cluster, the larger of which find room on fewer multiprocessors
+_JOIN_BLOCK_CYCLES = 500
 _ADD_TURNS_CYCLES = 500
 # Of a thread for each weight: what it takes to widen it, mostly.
 _INSTRUCTIONS: dict[Form, float] = {"float8": 1.2, "float8-wide": 2.4, "int8": 3.1, "int4": 2.9}
@@ -283,7 +284,7 @@ def _expected_cycles(problem: Problem) -> float:
             rounds * max(issued, multiplied),
         )
         + (rounds - 1) * _ROUND_CYCLES
-        + (_JOIN_CYCLES if problem.split > 1 else 0)
+        + (_JOIN_CYCLES + problem.split * _JOIN_BLOCK_CYCLES if problem.split > 1 else 0)
         + (_ADD_TURNS_CYCLES if problem.turns > 1 else 0)
     )
 
