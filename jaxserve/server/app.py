@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,6 +27,7 @@ from jaxserve.protocol.service import OpenAIService
 from jaxserve.protocol.tokenize_requests import parse_detokenize_request, parse_tokenize_request
 from jaxserve.server.access_log import AccessLogMiddleware
 from jaxserve.server.body import parse_body, read_body
+from jaxserve.server.cors import CrossOriginMiddleware
 from jaxserve.server.disconnect import until_disconnected
 from jaxserve.server.errors import EXCEPTION_HANDLERS, json_response
 from jaxserve.server.long_json import answer_response
@@ -37,6 +37,7 @@ from jaxserve.server.middleware import (
     ApiKeyMiddleware,
     BodyMemoryMiddleware,
     ConnectionLimitMiddleware,
+    LastResortMiddleware,
     LoadMiddleware,
     OldHttpMiddleware,
     RequestContextMiddleware,
@@ -95,20 +96,10 @@ def _middleware(config: ServerConfig, load: ServerLoad, tracer: Tracer | None) -
         layers.append(Middleware(RootPathMiddleware, root_path=config.root_path))
     if config.access_log != "none":
         layers.append(Middleware(AccessLogMiddleware, form=config.access_log))
-    if config.allowed_origins:
-        # Never with credentials: keys travel in a header that pages set themselves, and with "*" any page could use
-        # what a browser sends by itself.
-        layers.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=config.allowed_origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                allow_credentials=False,
-                expose_headers=["x-request-id", "retry-after"],
-            )
-        )
     layers.append(Middleware(RequestContextMiddleware))
+    if config.allowed_origins:
+        layers.append(Middleware(CrossOriginMiddleware, allowed_origins=config.allowed_origins))
+    layers.append(Middleware(LastResortMiddleware))  # inside: pages are to read its answers too
     layers.append(Middleware(ConnectionLimitMiddleware))
     layers.append(Middleware(ApiKeyMiddleware, api_keys=config.api_keys, admin_api_keys=config.admin_api_keys))
     layers.append(Middleware(LoadMiddleware, load=load))

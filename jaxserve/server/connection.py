@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import http
 import json
 import logging
 import resource
+import urllib.parse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+import httptools
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxserve.config import ServerConfig
 from jaxserve.protocol.errors import ApiError, BadRequestError, RequestTimeoutError
+from jaxserve.server.access_log import log_answer
+from jaxserve.server.request_state import OVER_LIMIT, REFUSED, request_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +29,6 @@ RESERVED_FILES = 128  # for checkpoints, logs, the device's driver and the like
 SPARE_CONNECTIONS = 64  # over the limit, that are told so; further ones are closed without a word
 MAX_PIPELINED = 16  # requests that one connection may send ahead; with more, all of it ends
 MAX_PIPELINED_BYTES = 262_144  # of these requests' bodies, which the limit on all bodies together does not count yet
-OVER_LIMIT = "over_limit"  # in the state of requests whose connection is one too many
 
 
 def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
@@ -37,6 +41,7 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     class Connection(_Connection):
         stalled_timeout = config.stalled_client_timeout
         max_connections = config.max_connections or default_max_connections()
+        access_log_form = config.access_log
 
     result = uvicorn.Config(
         app,
@@ -59,6 +64,10 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     return result
 
 
+class _TooMuchError(ValueError):
+    """A client sends more than it may. Raised in a callback of the parser, which then gives up."""
+
+
 class _Connection(HttpToolsProtocol):
     """Cuts a client off that does nothing for a while: takes nothing of its answer, or does not go on with its request.
 
@@ -71,6 +80,8 @@ class _Connection(HttpToolsProtocol):
 
     stalled_timeout: float
     max_connections: int
+    access_log_form: Literal["json", "text", "none"]
+    parser: Any  # None once the connection is lost; nothing is received then
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,6 +90,7 @@ class _Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._parsed_head_bytes = 0
         self._in_head = False
+        self._begun = self.loop.time()  # the last request, or the connection
         self._body_bytes = 0
         self._cycles: list[Any] = []  # of requests that were not wholly answered; uvicorn knows the last one only
 
@@ -129,7 +141,15 @@ class _Connection(HttpToolsProtocol):
     # What a client sends
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        """uvicorn's would log that a request is invalid, whatever the matter is, and nothing of whose it was."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # to web sockets or HTTP/2: answered as if it had not been asked for
+        except httptools.HttpParserError as error:
+            self._refuse_unread(_reason(error))
+            return
         if not self._in_head:
             self._head_bytes = 0
             if self._is_idle and self.timeout_keep_alive_task is None and self._request_check is None:
@@ -137,10 +157,11 @@ class _Connection(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+            self._refuse_unread(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
 
     def on_message_begin(self) -> None:
         self._in_head = True
+        self._begun = self.loop.time()
         self._parsed_head_bytes = 0
         if self._request_check is None:
             self._await_head()
@@ -154,7 +175,7 @@ class _Connection(HttpToolsProtocol):
         """The parser gives up when one of these raises, and the request gets a 400."""
         self._parsed_head_bytes += len(name) + len(value) + len(b": \r\n")
         if self._parsed_head_bytes > MAX_HEAD_BYTES:
-            raise ValueError(f"a head of more than {MAX_HEAD_BYTES} bytes")
+            raise _TooMuchError(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -162,7 +183,7 @@ class _Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._unanswered if cycle is not self.cycle] + [self.cycle]
         if len(self.pipeline) > MAX_PIPELINED:
-            raise ValueError(f"more than {MAX_PIPELINED} requests that wait for their turn")
+            raise _TooMuchError(f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
         if self.pipeline:
             self.flow.resume_reading()
         self._await_body()
@@ -173,7 +194,7 @@ class _Connection(HttpToolsProtocol):
         if not self.pipeline:
             return  # whoever answers the request takes its body
         if sum(len(cycle.body) for cycle, _ in self.pipeline) > MAX_PIPELINED_BYTES:
-            raise ValueError(f"more than {MAX_PIPELINED_BYTES} bytes of requests that wait for their turn")
+            raise _TooMuchError(f"more than {MAX_PIPELINED_BYTES} bytes of bodies were sent ahead of their answers")
         self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
@@ -218,21 +239,48 @@ class _Connection(HttpToolsProtocol):
             self._close()  # nothing was begun, or it was answered already
             return
         message = f"the {part} of the request did not come within {self.stalled_timeout:g} s"
-        self._refuse(b"408 Request Timeout", RequestTimeoutError(message, code="request_timeout"))
+        self._refuse(RequestTimeoutError(message, code="request_timeout"))
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """A client asks for web sockets or HTTP/2, and is answered as if it had not: no fault of the installation."""
+    def _refuse_unread(self, reason: str) -> None:
+        """What comes cannot be read, so that nothing after it can be."""
+        scope = self._scope_of_refusal()
+        logger.warning("a connection is closed: %s, request id %s", reason, request_id_of(scope) if scope else "-")
+        self._refuse(BadRequestError(reason, code="invalid_http"))
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(b"400 Bad Request", BadRequestError(msg, code="invalid_http"))
-
-    def _refuse(self, status: bytes, error: ApiError) -> None:
-        """Answers what no app has seen, and closes. An answer that has begun is cut short instead."""
-        body = json.dumps(error.body()).encode()
-        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        if not any(cycle.response_started for cycle in self._unanswered):
-            self.transport.write(head % (status, len(body)) + body)
+    def _refuse(self, error: ApiError) -> None:
+        """Answers in the app's place, and closes. An answer that has begun is cut short instead."""
+        scope = self._scope_of_refusal()
+        unanswered = self._unanswered
+        if scope is not None and not any(cycle.response_started for cycle in unanswered):
+            self._answer(error, request_id_of(scope))
+            if unanswered:
+                scope["state"][REFUSED] = error  # the app, which ends now, has the line in the access log to write
+            elif self.access_log_form != "none":
+                seconds = self.loop.time() - self._begun
+                log_answer(self.access_log_form, scope, status=error.status_code, complete=True, seconds=seconds)
         self._close()
+
+    def _scope_of_refusal(self) -> dict[str, Any] | None:
+        """Of the request that a client takes an answer to be for; None: they are all answered."""
+        if unanswered := self._unanswered:
+            return unanswered[0].scope
+        if not self._in_head:
+            return None
+        scope: dict[str, Any] = {**self.scope}
+        if self.url:
+            scope |= {"method": self.parser.get_method().decode("ascii"), "path": _path_of(self.url)}
+        return scope
+
+    def _answer(self, error: ApiError, request_id: str) -> None:
+        body = json.dumps(error.body()).encode()
+        lines = (
+            f"HTTP/1.1 {error.status_code} {http.HTTPStatus(error.status_code).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            f"x-request-id: {request_id}",
+            "connection: close",
+        )
+        self.transport.write("".join(f"{line}\r\n" for line in (*lines, "")).encode("ascii") + body)
 
     @property
     def _unanswered(self) -> list[Any]:
@@ -247,6 +295,26 @@ class _Connection(HttpToolsProtocol):
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
+
+
+def _reason(error: httptools.HttpParserError) -> str:
+    """Why the parser gave up, for the client and the log."""
+    cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
+    if isinstance(cause, _TooMuchError):
+        return str(cause)
+    if not isinstance(cause, httptools.HttpParserError):
+        logger.error("a request could not be taken", exc_info=cause)
+        return "this is no HTTP that the server understands"
+    return f"this is no valid HTTP: {str(cause)[:200]}"
+
+
+def _path_of(url: bytes) -> str | None:
+    """The path of a request's target, as routes would have it; None: there is none in it."""
+    try:
+        path = httptools.parse_url(url).path
+    except httptools.HttpParserInvalidURLError:
+        return None
+    return None if path is None else urllib.parse.unquote(path.decode("ascii", "replace"))
 
 
 def default_max_connections() -> int:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import re
-import uuid
 from collections.abc import Sequence
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.protocol.errors import AuthenticationError, UnavailableError
-from jaxserve.server.connection import OVER_LIMIT
 from jaxserve.server.errors import error_response, internal_error
+from jaxserve.server.request_state import OVER_LIMIT, request_id_of
 from jaxserve.server.web_page import WEB_PATHS
 
 logger = logging.getLogger(__name__)
@@ -24,14 +22,9 @@ ADMIN_PATHS = frozenset({"/flush_cache"})  # what one client does here touches a
 
 BODIES_AT_ONCE = 64  # of the largest size; smaller ones may be more
 
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-
 
 class RequestContextMiddleware:
-    """Gives each request an id (the client's `x-request-id`, if it sent a usable one) and answers unforeseen errors.
-
-    The id is for logs and for the client; the engine has ids of its own, so two requests may well bring the same one.
-    """
+    """Gives each request an id, and each answer the same."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,24 +33,41 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _client_request_id(scope) or uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-        started = False
+        request_id = request_id_of(scope)
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        await self._app(scope, receive, send_with_id)
+
+
+class LastResortMiddleware:
+    """Answers errors that nobody foresaw."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, send_and_note)
         except Exception:
+            request_id = request_id_of(scope)
             logger.exception("unforeseen error in %s %s, request id %s", scope["method"], scope["path"], request_id)
             if started:
                 raise  # the server closes the connection, so that the client cannot take the answer for whole
-            await error_response(internal_error(request_id))(scope, receive, send_with_id)
+            await error_response(internal_error(request_id))(scope, receive, send)
 
 
 class ConnectionLimitMiddleware:
@@ -221,13 +231,6 @@ class ApiKeyMiddleware:
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
     return [hashlib.sha256(key.encode("utf-8")).digest() for key in keys]
-
-
-def _client_request_id(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
-            return value.decode("ascii")
-    return None
 
 
 def route_path(scope: Scope) -> str:

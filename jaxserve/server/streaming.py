@@ -47,6 +47,7 @@ class EventStreamResponse(Response):
         self, chunks: ChunkStream[ChatCompletionChunk | Completion | WrittenChunk] | ChunkStream[ResponseEvent]
     ) -> None:
         self._chunks = chunks
+        self._started = False
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
@@ -55,6 +56,8 @@ class EventStreamResponse(Response):
         try:
             await until_disconnected(receive, self._send_events(scope, send))
         except ClientDisconnectedError:
+            if not self._started:
+                raise  # as of an answer that comes whole
             logger.debug("client went away, request id %s", scope["state"]["request_id"])
         finally:
             await self._chunks.aclose()
@@ -65,6 +68,7 @@ class EventStreamResponse(Response):
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
         first = await anext(self._chunks)  # raises what is still an HTTP error
+        self._started = True
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             last = b"" if isinstance(first, ResponseEvent) else DONE

@@ -107,8 +107,7 @@ async def test_headers_without_end_are_refused(line: bytes) -> None:
 @pytest.mark.parametrize(
     "head", [b"GET /health?%b HTTP/1.1\r\nx-one: y\r\n\r\n", b"GET /health HTTP/1.1\r\n%b\r\n\r\n"]
 )
-async def test_a_long_head_that_comes_at_once_is_refused_too(head: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "uvicorn.error")
+async def test_a_long_head_that_comes_at_once_is_refused_too(head: bytes) -> None:
     config = ServerConfig()
     async with listening(create_app(fake_service(FakeEngine(say("x"))), config), config) as port:
         for size, status in ((MAX_HEAD_BYTES - 2000, b"200"), (MAX_HEAD_BYTES + 2000, b"400")):
@@ -158,8 +157,7 @@ async def test_a_key_of_a_megabyte_is_refused() -> None:
             assert_error(await client.get("/v1/models"), 401)
 
 
-async def test_what_is_no_http_gets_an_error_object(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "uvicorn.error")
+async def test_what_is_no_http_gets_an_error_object() -> None:
     config = ServerConfig()
     async with listening(create_app(fake_service(FakeEngine(say("x"))), config), config) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

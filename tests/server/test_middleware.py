@@ -71,6 +71,49 @@ async def test_any_origin_never_comes_with_credentials() -> None:
             assert "access-control-allow-credentials" not in response.headers
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"origin": STRANGER}, "Disallowed CORS origin"),
+        ({"access-control-request-method": "DELETE"}, "Disallowed CORS method"),
+    ],
+)
+async def test_a_preflight_that_is_refused_is_told_why(changes: dict[str, str], reason: str) -> None:
+    async with client_of(FakeEngine(say("x")), ServerConfig(allowed_origins=(FRIEND,))) as client:
+        refused = await client.options("/v1/chat/completions", headers={**preflight(FRIEND), **changes})
+    error = assert_error(refused, 400)
+    assert error["message"].startswith(f"{reason}: ") and "--allowed-origins" in error["message"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "cors_disallowed")
+    assert refused.headers["content-type"] == "application/json"
+    assert cors(refused).get("access-control-allow-origin") in (None, FRIEND)
+    assert "Origin" in refused.headers["vary"]
+
+
+@pytest.mark.parametrize("origin", [FRIEND, STRANGER])
+async def test_preflights_have_ids(origin: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jaxserve.access")
+    config = ServerConfig(allowed_origins=(FRIEND,), access_log="json")
+    async with client_of(FakeEngine(say("x")), config) as client:
+        asked = await client.options("/v1/chat/completions", headers={**preflight(origin), "x-request-id": "pre-1"})
+        unnamed = await client.options("/v1/chat/completions", headers=preflight(origin))
+    assert asked.headers["x-request-id"] == "pre-1"
+    logged = [json.loads(line)["request_id"] for line in access_lines(caplog)]
+    assert logged == ["pre-1", unnamed.headers["x-request-id"]]
+
+
+async def test_a_page_may_read_that_the_server_failed() -> None:
+    def broken(*args: object, **options: object) -> Any:
+        raise KeyError("x")
+
+    engine = FakeEngine(say("x"))
+    engine.submit = broken  # type: ignore[method-assign]
+    async with client_of(engine, ServerConfig(allowed_origins=(FRIEND,))) as client:
+        failed = await client.post("/v1/chat/completions", json=CHAT, headers={"origin": FRIEND})
+    assert_error(failed, 500)
+    assert cors(failed)["access-control-allow-origin"] == FRIEND
+    assert failed.headers["x-request-id"]
+
+
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 async def test_root_path_whether_or_not_the_proxy_takes_it_off(prefix: str) -> None:
     async with client_of(FakeEngine(say("x")), ServerConfig(root_path="/llm", api_keys=(KEY,))) as client:
