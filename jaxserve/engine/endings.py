@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
 from typing import NamedTuple
 
 from jaxserve.constraint import ConstraintError, TokenConstraint
@@ -37,6 +38,18 @@ def ending_of(sequence: Sequence, token: int) -> Ending:
         if constraint.is_final:
             return Ending("stop")
     return Ending("length") if sequence.num_output_tokens >= sequence.max_output_tokens else GOES_ON
+
+
+def take_tokens(sequence: Sequence, tokens: Tokens[int]) -> tuple[tuple[int, ...], Ending]:
+    """Appends tokens to a sequence up to its end: what comes after that is discarded. The tokens, and the end."""
+    end = GOES_ON
+    taken = 0
+    while end.reason is None and taken < len(tokens):
+        token = tokens[taken]
+        taken += 1
+        sequence.token_ids.append(token)
+        end = ending_of(sequence, token)
+    return tuple(tokens[:taken]), end
 
 
 def _accept(constraint: TokenConstraint, token: int) -> str | None:

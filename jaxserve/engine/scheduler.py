@@ -8,17 +8,18 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 
+from jaxserve.engine.admission import has_room_for
 from jaxserve.engine.draft_lengths import DraftLengths, SpeculativeStats
 from jaxserve.engine.draft_rows import take_verified, with_drafts
-from jaxserve.engine.endings import GOES_ON, ending_of
+from jaxserve.engine.endings import take_tokens
 from jaxserve.engine.forced_tokens import begin_jump, choose_jumps
 from jaxserve.engine.host_pages import HostPages
 from jaxserve.engine.limits import SchedulerLimits
-from jaxserve.engine.logprobs import take_prompt_logprobs, token_logprobs
+from jaxserve.engine.logprobs import take_prompt_logprobs, told_logprobs, told_of_prompt
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.prefix_cache import PageNode
-from jaxserve.engine.request import FinishReason, RequestOutput, TokenLogprobs
+from jaxserve.engine.request import FinishReason, RequestOutput
 from jaxserve.engine.schedule import DecodeRow, LogprobRows, PrefillChunk, SampledTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 from jaxserve.engine.step_pace import StepPace
@@ -136,7 +137,7 @@ class Scheduler:
         if batch.prefill:
             rows += [chunk.sequence for chunk in batch.prefill]
             if sampled.prompt_logprobs is not None:
-                self._take_prompt_logprobs(batch, sampled.prompt_logprobs)
+                take_prompt_logprobs(batch.prefill, sampled.prompt_logprobs)
         if self._drafting is not None and batch.num_drafts:
             self._drafting.observe_tokens(batch, sampled)
             take_verified(batch, sampled)
@@ -168,12 +169,6 @@ class Scheduler:
         outputs, self._pending_outputs = self._pending_outputs, []
         return outputs
 
-    def _take_prompt_logprobs(self, batch: ScheduledBatch, rows: LogprobRows) -> None:
-        first = 0
-        for chunk in batch.prefill:
-            take_prompt_logprobs(chunk, rows, first)
-            first += len(chunk.token_ids)
-
     def _append(
         self, sequence: Sequence, tokens: list[int], logprobs: LogprobRows | None, row: int, now: float
     ) -> RequestOutput:
@@ -182,35 +177,22 @@ class Scheduler:
         Args:
             row: of `logprobs`, where those of the tokens begin.
         """
-        end = GOES_ON
-        taken = 0
-        while end.reason is None and taken < len(tokens):
-            token = tokens[taken]
-            taken += 1
-            sequence.token_ids.append(token)
-            end = ending_of(sequence, token)
-        self.num_generation_tokens += taken
+        taken, end = take_tokens(sequence, tokens)
+        self.num_generation_tokens += len(taken)
         if len(sequence.token_ids) >= sequence.next_full_page:
             self.pages.keep_full_pages(sequence)
         if end.reason is not None:
             self._finish(sequence, end.reason)
-        wanted = sequence.request.sampling.logprobs
-        told: tuple[TokenLogprobs, ...] | None = None
-        if wanted is not None and logprobs is not None:
-            told = tuple(token_logprobs(tokens[place], logprobs, row + place, wanted) for place in range(taken))
-        told_of_prompt: tuple[TokenLogprobs | None, ...] | None = None
-        if sequence.prompt_logprobs and sequence.num_output_tokens == taken:  # its first output
-            told_of_prompt = tuple(sequence.prompt_logprobs)
         return RequestOutput(
             sequence.request.request_id,
             sequence.index,
-            tuple(tokens[:taken]),
+            taken,
             finish_reason=end.reason,
             stop_token_id=end.stop_token,
             error=end.error,
             num_cached_tokens=sequence.num_cached_tokens,
-            logprobs=told,
-            prompt_logprobs=told_of_prompt,
+            logprobs=None if logprobs is None else told_logprobs(sequence, taken, logprobs, row),
+            prompt_logprobs=told_of_prompt(sequence, len(taken)) if sequence.prompt_logprobs else None,
             time=now,
             scheduled_time=sequence.scheduled_time,
         )
@@ -342,19 +324,6 @@ class Scheduler:
             self.num_cached_tokens += sequence.num_computed - before
         return is_waiting
 
-    def _has_room_for(self, sequence: Sequence, matched: list[PageNode]) -> bool:
-        """Whether all its known tokens fit, with one page to grow for each running sequence and itself."""
-        needed = self.pages.num_missing(matched, len(sequence.token_ids) + 1)
-        reserve = sum(1 for other in self.running if not other.is_complete_when_fetched)
-        promised = sum(
-            max(0, self.limits.pages_for(len(other.token_ids)) - len(other.pages))
-            for other in self.running
-            if not other.is_decoding
-        )
-        if not self.running:
-            return needed <= self.pages.num_free
-        return needed + reserve + promised <= self.pages.num_free
-
     def _admit_first(self) -> Sequence | None:
         """Admits the first in line, if there is a slot and room for it."""
         sequence = self.waiting.first
@@ -371,7 +340,7 @@ class Scheduler:
             if refused is sequence and self.pages.num_free <= num_free:
                 return None
         matched = self.pages.match(sequence)
-        if not self._has_room_for(sequence, matched):
+        if not has_room_for(sequence, matched, self.running, self.pages, self.limits):
             self._refused = sequence, self.pages.num_free
             return None
         self._refused = None
