@@ -99,9 +99,13 @@ def read_manifest(folder: Path) -> Manifest:
             "convert the model again"
         )
     try:
+        for key in ("name", "dtype", "quantization", "architecture", "source"):
+            if key in data and not isinstance(data[key], str):
+                raise ValueError(f"{key}={data[key]!r} must be a text")
         arrays = {name: ArrayInfo.from_json(info) for name, info in data["arrays"].items()}
         config = ModelConfig.from_json(data["model_config"])
-        if config.num_layers > len(arrays):  # before a list of them is made: a number costs nothing
+        # Before a list of them is made: a number costs nothing.
+        if not isinstance(config.num_layers, int) or config.num_layers > len(arrays):
             raise ValueError(f"num_layers={config.num_layers} of {len(arrays)} arrays")
         files = {str(name): int(size) for name, size in data["files"].items()}
         return Manifest(**{**data, "model_config": config, "arrays": arrays, "files": files})

@@ -137,12 +137,14 @@ def test_sharding_that_does_not_divide_is_the_callers_mistake(folder: Path) -> N
         ('"num_layers": 2', '"num_layers": 3', "layer_002"),
         ('"num_layers": 2', '"num_layers": 1000000000000', "num_layers=1000000000000 of"),
         ('"num_layers": 2', '"num_layers": 1', "layer_001"),
+        ('"num_layers": 2', '"num_layers": NaN', "num_layers=nan of"),
         ('"format_version": 2', '"format_version": 99', "format_version=99"),
         ('"vocab_size"', '"vocabulary"', "vocabulary"),
         ('"name"', '"title"', "title"),
         ('"layer_001/mlp_norm"', '"layer_001/nothing"', "'layer_001/mlp_norm' has shape None, its config says"),
         ('"dtype": "float32"', '"dtype": "float33"', "float33"),
         ('"files": {', '"files": [], "others": {', "damaged"),
+        ('"architecture": "LlamaForCausalLM"', '"architecture": null', "architecture=None must be a text"),
     ],
 )
 def test_manifest_that_does_not_fit(folder: Path, tmp_path: Path, old: str, new: str, named: str) -> None:
