@@ -365,6 +365,12 @@ class ServerConfig:
             raise ValueError(f"port={self.port} must lie in 0..65535 (0: any free port)")
         if any(not key for key in (*self.api_keys, *self.admin_api_keys)):
             raise ValueError("an API key must not be empty")
+        for name, keys in (("api_keys", self.api_keys), ("admin_api_keys", self.admin_api_keys)):
+            for place, key in enumerate(keys, start=1):
+                if key.split() != [key]:  # the key itself is no matter for a log
+                    raise ValueError(
+                        f"{name}: number {place} of {len(keys)} has white space around or in it: take it out"
+                    )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile go together: give both, or none")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

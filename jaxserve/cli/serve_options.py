@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from jaxserve.config import EngineProcess, ToolCallFormat
+
+# Environment variables. Typer's own reading of them takes none that is blank for none, and flags in place of them.
+API_KEYS = "JAXSERVE_API_KEY"
+ADMIN_API_KEYS = "JAXSERVE_ADMIN_API_KEY"
 
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0: all.")]
 Port = Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0: any free one.")]
@@ -52,14 +57,16 @@ NodeRank = Annotated[
     int, typer.Option(metavar="NUMBER", help="Which of the hosts this is; 0 serves, the others follow it.")
 ]
 MasterAddr = Annotated[str, typer.Option(metavar="ADDRESS", help="Address of host 0, for the others.")]
-MasterPort = Annotated[int, typer.Option("--master-port", metavar="PORT", help="Port at which the hosts come together.")]
+MasterPort = Annotated[
+    int, typer.Option("--master-port", metavar="PORT", help="Port at which the hosts come together.")
+]
 ApiKey = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="KEY", envvar="JAXSERVE_API_KEY", show_envvar=True,
-        help="Key that clients must send; may be given several times. Unset: none is asked for.",
+        metavar="KEY",
+        help=f"Key that clients must send; may be given several times, and {API_KEYS} adds to them. None: all may come in.",
     ),
-]  # fmt: skip
+]
 ApiKeyFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File with further keys, one on each line; # starts a comment line.")
 ]
@@ -70,10 +77,11 @@ ModeName = Annotated[
 AdminApiKey = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="KEY", envvar="JAXSERVE_ADMIN_API_KEY", show_envvar=True,
-        help="Key that also opens what is for administrators (/flush_cache); may be given several times.",
+        metavar="KEY",
+        help="Key that also opens what is for administrators (/flush_cache); may be given several times, and "
+        f"{ADMIN_API_KEYS} adds to them.",
     ),
-]  # fmt: skip
+]
 PinnedPrompt = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Text of a system prompt that is computed at start and kept."),
@@ -133,6 +141,19 @@ LogRequests = Annotated[
 LogRequestsContent = Annotated[
     bool, typer.Option("--log-requests-content", help="With --log-requests: log all of each request, prompts included.")
 ]
+
+
+def all_api_keys(flags: list[str] | None, variable: str, file: Path | None = None) -> tuple[str, ...]:
+    """The keys of all sources: flags, an environment variable (with spaces between them), and a file.
+
+    Raises:
+        ValueError: the variable is set, or there is the file, and holds none: the server might be open to everyone.
+        OSError: the file cannot be read.
+    """
+    value = os.environ.get(variable)
+    if value is not None and not value.split():
+        raise ValueError(f"{variable} is set and holds no key: unset it, or put keys in it, with spaces between them")
+    return (*(flags or ()), *(value or "").split(), *(read_api_keys(file) if file else ()))
 
 
 def read_api_keys(file: Path) -> tuple[str, ...]:

@@ -46,7 +46,8 @@ def top(
         if interval <= 0:
             raise ValueError(f"--interval {interval:g} must be positive")
         root = url.rstrip("/").removesuffix("/v1")
-        read = reader(root, api_key)
+        key = next(iter((api_key or "").split()), None)  # the variable may hold several: any of them will do
+        read = reader(root, key)
         if once or not sys.stdout.isatty():
             first = read()
             time.sleep(interval)

@@ -27,6 +27,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerC
     for name in ("configure_logging", "configure_access_log"):  # they would hold for the tests that follow
         monkeypatch.setattr(f"jaxserve.cli.serve.{name}", lambda *args, **fields: None)
     monkeypatch.delenv("JAXSERVE_API_KEY", raising=False)
+    monkeypatch.delenv("JAXSERVE_ADMIN_API_KEY", raising=False)
     return calls
 
 
@@ -86,9 +87,40 @@ def test_keys_come_from_flags_and_file(started: list[tuple[EngineConfig, ServerC
     assert started[0][1].api_keys == ("sk-1", "sk-2", "sk-3", "sk-4")
 
 
-def test_keys_come_from_the_environment(started: list[tuple[EngineConfig, ServerConfig]]) -> None:
-    assert serve(env={"JAXSERVE_API_KEY": "sk-1 sk-2"}).exit_code == 0
-    assert started[0][1].api_keys == ("sk-1", "sk-2")
+def test_keys_come_from_the_environment_too(started: list[tuple[EngineConfig, ServerConfig]], tmp_path: Path) -> None:
+    environment = {"JAXSERVE_API_KEY": "sk-1 sk-2", "JAXSERVE_ADMIN_API_KEY": "ad-1"}
+    assert serve(env=environment).exit_code == 0
+    assert (started[0][1].api_keys, started[0][1].admin_api_keys) == (("sk-1", "sk-2"), ("ad-1",))
+    file = tmp_path / "keys"
+    file.write_text("sk-4")
+    flags = ["--api-key", "sk-3", "--admin-api-key", "ad-2", "--api-key-file", str(file)]
+    assert serve(*flags, env=environment).exit_code == 0
+    assert set(started[1][1].api_keys) == {"sk-1", "sk-2", "sk-3", "sk-4"}
+    assert set(started[1][1].admin_api_keys) == {"ad-1", "ad-2"}
+
+
+@pytest.mark.parametrize("variable", ["JAXSERVE_API_KEY", "JAXSERVE_ADMIN_API_KEY"])
+@pytest.mark.parametrize("blank", ["", " \t\n"])
+@pytest.mark.parametrize("flags", [[], ["--api-key", "sk-1", "--admin-api-key", "ad-1"]])
+def test_a_blank_variable_does_not_open_the_server(
+    started: list[tuple[EngineConfig, ServerConfig]], variable: str, blank: str, flags: list[str]
+) -> None:
+    done = serve(*flags, env={variable: blank})
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"jaxserve: error: {variable} is set and holds no key: ")
+    assert done.stderr.count("\n") == 1
+    assert not started
+
+
+@pytest.mark.parametrize("name", ["api", "admin-api"])
+@pytest.mark.parametrize("key", [" hush", "hush ", "hu sh", "hu\tsh", "hush\n", " "])
+def test_keys_with_white_space_are_refused_and_not_shown(
+    started: list[tuple[EngineConfig, ServerConfig]], name: str, key: str
+) -> None:
+    done = serve(f"--{name}-key", "sk-1", f"--{name}-key", key)
+    assert done.exit_code == 1
+    assert f"jaxserve: error: {name.replace('-', '_')}_keys: number 2 of 2 has white space" in done.stderr
+    assert "hush" not in done.output and not started
 
 
 def test_a_key_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:

@@ -115,6 +115,9 @@ def test_against_a_real_server() -> None:
         done = runner.invoke(build_app(), ["top", url, "--once", "--interval", "0.1", "--api-key", "secret"])
         assert done.exit_code == 0, done.output
         assert "streams" in done.output and "fake-model" in done.output
+        several = {"JAXSERVE_API_KEY": "secret another"}
+        done = runner.invoke(build_app(), ["top", url, "--once", "--interval", "0.1"], env=several)
+        assert done.exit_code == 0, done.output
         refused = runner.invoke(build_app(), ["top", url, "--once"])
         assert refused.exit_code == 1 and "wants a key" in refused.output
     finally:
