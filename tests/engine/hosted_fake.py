@@ -18,9 +18,9 @@ from jaxserve.engine.process_messages import HostedEngine
 from jaxserve.engine.request import RequestError
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.progress import Progress
+from tests.engine.client_harness import MODEL_CONFIG
 from tests.engine.fake_device import FakeRunner
 from tests.engine.scheduler_harness import make_limits
-from tests.engine.test_client import MODEL_CONFIG
 from tests.engine.test_constraints import WordRule
 
 logger = logging.getLogger(__name__)

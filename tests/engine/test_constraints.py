@@ -21,10 +21,10 @@ from jaxserve.engine.request import RequestOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.token_masks import allow, num_words
 from jaxserve.sampling_params import SamplingParams
+from tests.engine.client_harness import EOS, MODEL_CONFIG, PROMPT, TIMEOUT
 from tests.engine.drafting_device import DraftingRunner
 from tests.engine.fake_device import FakeRunner, solo_tokens
 from tests.engine.scheduler_harness import make_limits
-from tests.engine.test_client import EOS, MODEL_CONFIG, PROMPT, TIMEOUT
 
 
 class Words:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.client import choice_seed
 from jaxserve.engine.draft_lengths import SpeculativeStats
 from jaxserve.engine.engine_process import ProcessSetup
 from jaxserve.engine.host_pages import OffloadStats
@@ -24,9 +25,9 @@ from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestE
 from jaxserve.progress import NoProgress
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.errors import GrammarError
+from tests.engine.client_harness import PROMPT, TIMEOUT, Collected, read, until
 from tests.engine.fake_device import VOCAB_SIZE, solo_tokens
 from tests.engine.hosted_fake import die_at_start, log_to_file, refuse_to_start, start_fake
-from tests.engine.test_client import PROMPT, TIMEOUT, Collected, choice_seed, read, until
 
 SAMPLING = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
 

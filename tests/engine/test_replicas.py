@@ -19,9 +19,9 @@ from jaxserve.engine.replicas import ReplicatedEngine
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError, RequestOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.sampling_params import SamplingParams
+from tests.engine.client_harness import MODEL_CONFIG, PROMPT, TIMEOUT, Collected, Gate, until
 from tests.engine.fake_device import FakeRunner, solo_tokens
 from tests.engine.scheduler_harness import make_limits
-from tests.engine.test_client import MODEL_CONFIG, PROMPT, TIMEOUT, Collected, Gate, until
 
 LIMITS = make_limits(seqs=4, page_size=4)
 LONG = tuple(range(2, 22))  # five pages
