@@ -38,7 +38,8 @@ def load_tensors(path: Path) -> dict[str, Any]:
     """The tensors of one file, mapped and not read where the file's format allows it.
 
     Raises:
-        CheckpointError: without torch; if the file is damaged; if it holds anything but tensors by name.
+        CheckpointError: without torch; if the file is damaged; if it holds anything but tensors by name, or tensors that
+            are larger than it.
     """
     try:
         import torch  # pyright: ignore[reportMissingImports]  # here: an extra, and seconds to import
@@ -59,6 +60,12 @@ def load_tensors(path: Path) -> dict[str, Any]:
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
     ):
         raise CheckpointError(f"{path} must hold tensors by name and nothing else: get the model's safetensors version")
+    size = path.stat().st_size
+    for name, tensor in tensors.items():
+        if tensor.numel() * tensor.element_size() > size:  # one number may stand for any number of them
+            raise CheckpointError(
+                f"{path} is damaged: tensor {name!r} of shape {tuple(tensor.shape)} has more bytes than the file"
+            )
     return tensors
 
 

@@ -122,6 +122,13 @@ class TestWithTorch:
         (folder / "pytorch_model.bin").write_bytes(content[:-100])
         assert_refused(folder, match=r"pytorch_model\.bin is damaged")
 
+    def test_a_tensor_that_is_larger_than_its_file(self, folder: Path, torch: Any) -> None:
+        tensors = {name: torch.from_numpy(value) for name, value in load_file(folder / "model.safetensors").items()}
+        (folder / "model.safetensors").unlink()
+        tensors["lm_head.weight"] = torch.zeros(1, 1).expand(260, 10**9)
+        torch.save(tensors, folder / "pytorch_model.bin")
+        assert_refused(folder, match=r"'lm_head.weight' of shape \(260, 1000000000\) has more bytes than the file")
+
     @pytest.mark.parametrize("shards", [1, 2])
     def test_same_as_from_safetensors(self, folder: Path, tmp_path: Path, shards: int, torch: Any) -> None:
         direct = converted(folder, tmp_path / "direct", dtype="bfloat16")
