@@ -13,7 +13,7 @@ Types are strict: "5", 1.5 and true are no integers.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SkipValidation
 
@@ -28,7 +28,10 @@ MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
 MAX_TOTAL_CHOICES = 1024  # prompts x choices of one request
 MAX_PROMPT_TOKEN_IDS = 1 << 20
-MAX_METADATA = 16  # entries, as OpenAI has it
+MAX_METADATA = 16  # entries; this and the next three as OpenAI has them
+MAX_METADATA_KEY = 64  # characters
+MAX_METADATA_VALUE = 512
+MAX_SAFETY_IDENTIFIER = 128
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_LENGTH = 1000  # characters
 MAX_STOP_TOKEN_IDS = 128
@@ -64,21 +67,25 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED_COMMON | {
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED_COMMON | {"suffix": ("",)}
 UNSUPPORTED_STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
 
 
-class AccountFields(StrictModel):
-    """Fields about the client's account or OpenAI's storage: checked for their type, without effect here."""
+MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
+MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 
-    metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
+
+class AccountFields(StrictModel):
+    """Fields about the client's account or OpenAI's storage: checked as OpenAI has them, without effect here."""
+
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=MAX_METADATA)
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    safety_identifier: str | None = Field(None, max_length=MAX_SAFETY_IDENTIFIER)
+    service_tier: Literal["auto", "default", "fast", "flex", "priority", "scale", "ultrafast"] | None = None
     store: bool | None = None
     user: str | None = None
 

@@ -62,13 +62,14 @@ def validate(model: type[RequestT], fields: dict[str, Any]) -> RequestT:
 
 
 def _bad_request(error: ErrorDetails, fields: dict[str, Any]) -> BadRequestError:
-    param = _path(error["loc"], fields)
+    is_key = error["loc"][-1:] == ("[key]",)  # the step before it is the key itself
+    param = _path(error["loc"][:-2] if is_key else error["loc"], fields)
     if error["type"] == "missing":
         return BadRequestError(f"`{param}` is missing", param=param, code="missing_required_parameter")
     message = error["msg"][:1].lower() + error["msg"][1:].replace(" after validation", "")
     if error["type"] not in ("too_long", "too_short"):  # these say already what was found
         message += f", not {shown(error['input'])}"
-    return BadRequestError(f"`{param}`: {message}", param=param)
+    return BadRequestError(f"`{param}`: {'key: ' if is_key else ''}{message}", param=param)
 
 
 def _path(location: tuple[int | str, ...], fields: object) -> str:

@@ -40,7 +40,9 @@ def refusal(**fields: Any) -> BadRequestError:
         ("repetition_penalty", float("inf")), ("min_tokens", -1), ("logprobs", 1), ("logprobs", "yes"),
         ("top_logprobs", 21), ("top_logprobs", -1), ("top_logprobs", 2), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
         ("continue_final_message", True), ("continue_final_message", 1), ("chat_template_kwargs", []),
-        ("user", 5), ("metadata", 5), ("store", "yes"), ("model", 5), ("messages", 5), ("messages", []),
+        ("user", 5), ("metadata", 5), ("metadata", {str(i): "x" for i in range(17)}), ("metadata", {"k" * 65: "x"}),
+        ("service_tier", "gold"), ("service_tier", 5), ("prompt_cache_retention", "1h"), ("safety_identifier", "x" * 129),
+        ("verbosity", "low"), ("store", "yes"), ("model", 5), ("messages", 5), ("messages", []),
     ],
 )  # fmt: skip
 def test_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
@@ -139,8 +141,22 @@ def test_null_is_the_same_as_absent() -> None:
 
 
 def test_account_fields_are_accepted_without_effect() -> None:
-    request = chat(user="me", metadata={"a": "b"}, store=True, service_tier="auto", safety_identifier="x")
+    metadata = {**{str(number): "" for number in range(15)}, "k" * 64: "é" * 512}
+    request = chat(user="me", metadata=metadata, store=True, service_tier="auto", safety_identifier="x" * 128)
     assert request.sampling(max_tokens=None) == chat().sampling(max_tokens=None)
+    for tier in ("default", "flex", "scale", "priority"):
+        assert chat(service_tier=tier).sampling(max_tokens=None) == chat().sampling(max_tokens=None)
+
+
+def test_what_is_too_long_in_metadata_is_told() -> None:
+    error = refusal(metadata={"k" * 5000: "x"})
+    assert "key: string should have at most 64 characters" in error.message and len(error.message) < 300
+    error = refusal(metadata={"place": "v" * 5000})
+    assert error.param == "metadata.place"
+    assert "at most 512 characters" in error.message and len(error.message) < 300
+    assert refusal(metadata={"place": 5}).param == "metadata.place"
+    long = refusal(metadata={"k" * 5000: "v" * 5000})
+    assert len(long.message) + len(long.param or "") < 600
 
 
 def test_sampling_fields_take_effect() -> None:
