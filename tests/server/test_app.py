@@ -1,6 +1,7 @@
 """The routes over HTTP: answers, event streams, error objects, keys, limits, and clients that go away."""
 
 import asyncio
+import hmac
 import json
 import math
 from collections.abc import AsyncIterator
@@ -50,6 +51,8 @@ async def test_event_stream() -> None:
     async with client_of(FakeEngine(say("hi"))) as client:
         response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"  # nginx would keep events until it has many
+    assert response.headers["cache-control"] == "no-store"
     *chunks, done = events(response.text)
     assert done == "[DONE]"
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "hi"
@@ -382,6 +385,24 @@ async def test_any_of_the_keys_opens(scheme: str, key: str) -> None:
     async with client_of(FakeEngine(say("x")), ServerConfig(api_keys=("other", KEY))) as client:
         response = await client.post("/v1/chat/completions", json=CHAT, headers=headers)  # type: ignore[arg-type]
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize("key", ["first", "third", "admin", "wrong"])
+async def test_a_key_is_compared_with_all_that_are_known_in_constant_time(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare, lengths = hmac.compare_digest, []
+
+    def counted(sent: bytes, known: bytes) -> bool:
+        lengths.append((len(sent), len(known)))
+        return compare(sent, known)
+
+    monkeypatch.setattr("jaxserve.server.middleware.hmac.compare_digest", counted)
+    config = ServerConfig(api_keys=("first", "second", "third"), admin_api_keys=("admin",))
+    async with client_of(FakeEngine(say("x")), config) as client:
+        response = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+    assert response.status_code == (200 if key in ("first", "third", "admin") else 401)
+    assert lengths == [(32, 32)] * 4  # digests: neither where a key differs nor how long it is makes a difference
 
 
 async def test_responses_route() -> None:

@@ -415,6 +415,11 @@ async def test_a_request_behind_a_long_answer_waits_for_it() -> None:
         writer.close()
 
 
+def test_connections_are_kept_as_long_as_is_asked() -> None:
+    config = ServerConfig(timeout_keep_alive=123.0)
+    assert uvicorn_config(create_app(ServiceSlot(), config), config).timeout_keep_alive == 123.0
+
+
 async def test_one_connection_too_many_is_told_so_and_health_still_answers() -> None:
     config = ServerConfig(max_connections=2)
     async with listening(create_app(fake_service(FakeEngine(say("x"))), config), config) as port:

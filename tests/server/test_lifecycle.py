@@ -129,6 +129,17 @@ def test_signal_while_loading(tmp_path: Path, number: signal.Signals) -> None:
         assert server.exit_code(seconds=5) == 0
 
 
+def test_second_signal_while_loading_ends_the_process_at_once(tmp_path: Path) -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    with fake_server(tmp_path, load="never") as server:
+        server.url()
+        server.process.send_signal(signal.SIGSTOP)  # so that both are there when it goes on
+        for number in numbers:
+            server.process.send_signal(number)
+        server.process.send_signal(signal.SIGCONT)
+        assert server.exit_code(seconds=5) in {128 + number for number in numbers}
+
+
 def test_idle_server_exits_at_once(tmp_path: Path) -> None:
     with fake_server(tmp_path) as server, httpx.Client(base_url=server.wait_ready()) as kept_alive:
         kept_alive.get("/health")

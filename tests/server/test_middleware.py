@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.config import ServerConfig
+from jaxserve.server.middleware import LoadMiddleware, ServerLoad
 from tests.fakes import MODEL_NAME, FakeEngine, endless, say
 from tests.server.harness import USER, assert_error, client_of, until
 
@@ -47,6 +49,8 @@ async def test_a_listed_origin_may_call() -> None:
         refused = await client.post("/v1/chat/completions", json=CHAT, headers={"origin": FRIEND})
         assert_error(refused, 401)
         assert cors(refused)["access-control-allow-origin"] == FRIEND  # so that the page can read why
+        for response in (answer, refused):
+            assert cors(response)["access-control-expose-headers"] == "x-request-id, retry-after"
         for response in (asked, answer, refused):
             assert "access-control-allow-credentials" not in response.headers
 
@@ -214,6 +218,28 @@ async def test_requests_are_not_logged_by_default(caplog: pytest.LogCaptureFixtu
         await client.post("/v1/chat/completions", json=PRIVATE)
     assert "xyzzy" not in caplog.text
     assert not [record for record in caplog.records if record.name == "jaxserve.server.requests"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "counted"),
+    [
+        ("POST", "/v1/completions", 1), ("POST", "/llm/v1/chat/completions", 1), ("GET", "/v1/models", 0),
+        ("POST", "/tokenize", 0), ("GET", "/load", 0),
+    ],
+)  # fmt: skip
+async def test_load_is_of_requests_for_answers(method: str, path: str, counted: int) -> None:
+    load = ServerLoad()
+    seen: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(load.requests)
+
+    async def nothing(*message: Message) -> Any:
+        raise AssertionError("neither the body nor an answer is the counter's business")
+
+    scope = {"type": "http", "method": method, "path": path, "root_path": "/llm"}
+    await LoadMiddleware(app, load)(scope, nothing, nothing)
+    assert (seen, load.requests) == ([counted], 0)
 
 
 async def test_load_counts_what_is_being_answered() -> None:
