@@ -114,6 +114,8 @@ def _smallest_cut(
     )
 
 
+# A program within programs: for the same shapes it is traced once in a process, and not eight times in one that drafts.
+@partial(jax.jit, static_argnames="bits_a_pass")
 def _search_cut(
     distances: Float[Array, "rows vocab"],
     weights: Float[Array, "rows vocab"],
