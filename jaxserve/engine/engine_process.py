@@ -215,7 +215,7 @@ class _Host:
             try:
                 sampling = dataclasses.replace(command.sampling, constraint=compiled.result())
             except Exception as error:
-                self._refuse(command, error, is_retryable=False)
+                self._refuse(command, error, is_retryable=isinstance(error, (QueueFullError, EngineStoppedError)))
                 return
             self._submit_now(hosted, dataclasses.replace(command, sampling=sampling))
 
@@ -264,6 +264,9 @@ class _Host:
             case "compile_constraint":
                 future = _compile(hosted, call.argument)
                 future.add_done_callback(lambda future: self._reply(call, future, has_value=False))
+            case "drop_constraint":
+                hosted.drop_constraint(call.argument)
+                self._outgoing.put(Reply(call.number))
             case "pin_prompt":  # it blocks until the prompt is computed
                 threading.Thread(target=self._pin, args=(hosted, call), name="jaxserve-pin", daemon=True).start()
 
@@ -285,11 +288,15 @@ class _Host:
 
 
 def _compile(hosted: HostedEngine, source: Any) -> Future[Constraint]:
-    if hosted.compile_constraint is not None:
-        return hosted.compile_constraint(source)
     refused: Future[Constraint] = Future()
-    refused.set_exception(RequestError("this engine takes no constraints"))
-    return refused
+    if hosted.compile_constraint is None:
+        refused.set_exception(RequestError("this engine takes no constraints"))
+        return refused
+    try:
+        return hosted.compile_constraint(source)
+    except (QueueFullError, EngineStoppedError) as error:
+        refused.set_exception(error)
+        return refused
 
 
 def _counts(snapshot: Snapshot) -> tuple[int, int]:

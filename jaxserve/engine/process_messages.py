@@ -24,7 +24,7 @@ from jaxserve.progress import Progress
 from jaxserve.sampling_params import SamplingParams
 
 _PICKLE_PROTOCOL = 5
-CallName = Literal["flush_prefix_cache", "pin_prompt", "compile_constraint"]
+CallName = Literal["flush_prefix_cache", "pin_prompt", "compile_constraint", "drop_constraint"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,13 @@ class HostedEngine:
     Attributes:
         compile_constraint: makes constraints out of what `ConstraintSource`s hold; None: there are none.
         close: has whatever compiles constraints begin no more of them; called when the engine was shut down.
+        drop_constraint: takes one call of `compile_constraint` back, so that nothing is compiled that nobody waits for.
     """
 
     engine: EngineClient | ReplicatedEngine
     compile_constraint: Callable[[Any], Future[Constraint]] | None = None
     close: Callable[[], None] = lambda: None
+    drop_constraint: Callable[[Any], None] = lambda source: None
 
 
 StartEngine = Callable[[Progress], HostedEngine]  # run in the engine's process, so it must be possible to pickle it

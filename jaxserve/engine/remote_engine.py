@@ -146,19 +146,26 @@ class RemoteEngine(SubmittingEngine):
     def compile_constraint(self, source: Any) -> Future[Constraint]:
         """Has a constraint compiled in the engine's process, where it stays; the result stands for it.
 
-        The result raises whatever is wrong with the source, and `EngineStoppedError`.
+        The result raises whatever is wrong with the source, and `EngineStoppedError`. If it is cancelled, nothing is
+        compiled that nobody else waits for.
         """
         compiled: Future[Constraint] = Future()
-        compiled.set_running_or_notify_cancel()  # it cannot be cancelled, as no call can
 
         def done(call: Future[None]) -> None:
             error = call.exception()
+            if not compiled.set_running_or_notify_cancel():
+                return
             if error is None:
                 compiled.set_result(ConstraintSource(source))
             else:
                 compiled.set_exception(error)
 
+        def drop(compiled: Future[Constraint]) -> None:
+            if compiled.cancelled():
+                self._call("drop_constraint", source)
+
         self._call("compile_constraint", source).add_done_callback(done)
+        compiled.add_done_callback(drop)
         return compiled
 
     def stats(self) -> EngineStats:

@@ -72,6 +72,7 @@ class RequestOutput(NamedTuple):  # and no dataclass: there is one for each toke
             with the first output of choice 0.
         time: `time.monotonic()` seconds at which the engine had the tokens.
         scheduled_time: the same clock, when the choice first got into a step; 0 if it never did.
+        is_constraint_failure: with an error: the request's constraint could not go on, which is no fault of the engine's.
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class RequestOutput(NamedTuple):  # and no dataclass: there is one for each toke
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     time: float = 0.0
     scheduled_time: float = 0.0
+    is_constraint_failure: bool = False
 
 
 def token_bytes(token_ids: Tokens[int]) -> bytes:

@@ -104,11 +104,13 @@ class Scheduler:
                 self._pending_outputs.append(RequestOutput(request_id, sequence.index, (), finish_reason="abort"))
 
     def fail(self, sequence: Sequence, message: str) -> None:
-        """Ends one choice with an error; one that has finished is left alone."""
+        """Ends one choice whose constraint cannot go on; one that has finished is left alone."""
         if sequence.status is not SequenceStatus.FINISHED:
             self._finish(sequence, "error")
             key = sequence.request.request_id, sequence.index
-            self._pending_outputs.append(RequestOutput(*key, (), finish_reason="error", error=message))
+            self._pending_outputs.append(
+                RequestOutput(*key, (), finish_reason="error", error=message, is_constraint_failure=True)
+            )
 
     def schedule(self) -> ScheduledBatch:
         """Decides the next step and counts it as launched."""
@@ -195,6 +197,7 @@ class Scheduler:
             prompt_logprobs=told_of_prompt(sequence, len(taken)) if sequence.prompt_logprobs else None,
             time=now,
             scheduled_time=sequence.scheduled_time,
+            is_constraint_failure=end.error is not None,
         )
 
     def _schedule_decode(self) -> tuple[list[DecodeRow], list[Sequence]]:

@@ -6,14 +6,14 @@ from typing import Any
 
 from jaxserve.config import ToolCallFormat
 from jaxserve.constraint import Constraint
-from jaxserve.engine.request import EngineStoppedError
+from jaxserve.engine.request import EngineStoppedError, QueueFullError
 from jaxserve.protocol.errors import BadRequestError, from_engine_error
 from jaxserve.protocol.output_format import compile_tags, compile_wanted, wanted_grammar, wanted_tags
 from jaxserve.protocol.requests import ChatCompletionRequest, GenerationRequest
 from jaxserve.protocol.tools import NamedToolChoice, Tool, ToolChoice, ToolUse
 from jaxserve.structured.compiler import Compiler, GrammarCompiler
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.grammar import Grammar
+from jaxserve.structured.library_grammar import Grammar
 from jaxserve.structured.tool_grammar import CallShape, tool_call_grammar
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
@@ -89,11 +89,12 @@ class AnswerRules:
 
         Raises:
             BadRequestError: it cannot be enforced; names the part at fault.
+            RateLimitError: too many others wait to be compiled.
             UnavailableError: the engine that would compile it has ended.
         """
         try:
             return await self._constraint(request, use)
-        except EngineStoppedError as error:
+        except (QueueFullError, EngineStoppedError) as error:
             raise from_engine_error(error) from error
 
     def shown_ids(self, request: GenerationRequest, use: ToolUse | None) -> frozenset[int]:

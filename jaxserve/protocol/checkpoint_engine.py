@@ -48,7 +48,7 @@ def start_checkpoint_engine(
         return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft, leader)
 
     grammars = GrammarCompiler(lambda: load_tokenizer(folder / TOKENIZER_FOLDER))
-    return HostedEngine(start_engine(config, build), grammars.future, grammars.close)
+    return HostedEngine(start_engine(config, build), grammars.future, grammars.close, grammars.drop)
 
 
 def load_draft(

@@ -97,7 +97,9 @@ class InternalServerError(ApiError):
 
 
 def from_error_output(output: RequestOutput) -> ApiError:
-    """What is made of an answer that ended with an error in the engine; details are in the log."""
+    """What is made of an answer that ended with an error in the engine; details of the engine's own are in the log."""
+    if output.is_constraint_failure:
+        return BadRequestError(f"{output.error}: make the grammar or schema simpler", code="invalid_grammar")
     if output.is_retryable:
         return UnavailableError(
             "the engine stopped before this answer was complete: try again shortly", code="engine_error"

@@ -11,7 +11,7 @@ from jaxserve.engine.request import RequestOutput, TokenLogprobs
 from jaxserve.protocol.choice_text import ChoiceText, TextDelta
 from jaxserve.protocol.course import CourseTimer
 from jaxserve.protocol.engine_protocol import TokenStream
-from jaxserve.protocol.errors import ApiError, InternalServerError, from_error_output
+from jaxserve.protocol.errors import ApiError, BadRequestError, InternalServerError, from_error_output
 from jaxserve.protocol.observer import Outcome, RequestObserver
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class TextGeneration:
 
         Raises:
             InternalServerError: the engine failed this request; UnavailableError: and trying again makes sense.
+            BadRequestError: its grammar became too complex on the way.
         """
         try:
             async for received in self._stream:
@@ -115,7 +116,8 @@ class TextGeneration:
 
     def _check(self, output: RequestOutput) -> None:
         if output.finish_reason == "error":
-            raise self._fault(from_error_output(output), output.error)
+            error = from_error_output(output)
+            raise error if isinstance(error, BadRequestError) else self._fault(error, output.error)
         if output.finish_reason == "abort":
             error = InternalServerError("this request was aborted before its answer was complete", code="aborted")
             raise self._fault(error, "aborted, and not by its client")

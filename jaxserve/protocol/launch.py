@@ -22,7 +22,7 @@ from jaxserve.protocol.checkpoint_engine import start_checkpoint_engine
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.speculative_config import HEAD_METHODS
-from jaxserve.structured.compiler import ForwardingCompiler
+from jaxserve.structured.compiler import ForwardingCompiler, GrammarCompiler
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -65,6 +65,12 @@ def launch(
     if engine_process is not None:
         logger.info("starting the engine in a process of its own")  # it says nothing before it has imported all
     engine = start(progress).engine if engine_process is None else RemoteEngine(start, engine_process)
+    compiler = (
+        ForwardingCompiler(engine.compile_constraint)
+        if isinstance(engine, RemoteEngine)
+        else GrammarCompiler(tokenizer)
+    )
+    compiler.prepare()
     service = OpenAIService(
         engine,
         tokenizer,
@@ -72,7 +78,7 @@ def launch(
         served_model_name or model,
         allow_special_tokens_in_content=allow_special_tokens_in_content,
         tool_call_parser=tool_call_parser,
-        compiler=ForwardingCompiler(engine.compile_constraint) if isinstance(engine, RemoteEngine) else None,
+        compiler=compiler,
     )
     if pinned_prompt is not None:
         try:

@@ -13,7 +13,7 @@ from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.validation import StrictModel, kind, supported
 from jaxserve.structured.compiler import Compiler
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.grammar import Grammar
+from jaxserve.structured.library_grammar import Grammar
 from jaxserve.structured.structural_tag import Tag, structural_tag_grammar
 
 MAX_CHOICES_LISTED = 10_000
@@ -189,12 +189,12 @@ async def compile_tags(
         BadRequestError: they cannot be enforced; names the part at fault.
     """
     tags = [Tag(structure.begin, structure.json_schema, structure.end) for structure in wanted.structures]
+    for place, tag in enumerate(tags):  # what is wrong with a schema alone is told by its name
+        await compile_wanted(compiler, Grammar.of_schema(tag.schema), f"{param}.structures[{place}].schema")
     try:
         grammar = structural_tag_grammar(tags, wanted.triggers, control_ids)
     except GrammarError as error:
         raise _refusal(error, param) from error
-    for place, tag in enumerate(tags):  # what is wrong with a schema alone is told by its name
-        await compile_wanted(compiler, Grammar.of_schema(tag.schema), f"{param}.structures[{place}].schema")
     return await compile_wanted(compiler, grammar, param)
 
 

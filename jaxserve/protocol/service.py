@@ -235,9 +235,9 @@ class OpenAIService:
 
     def close(self) -> None:
         """Stops the engine and the text threads; answers that still run fail."""
-        self.engine.shutdown()
+        self._rules.close()  # at once, while an engine may not come back
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._rules.close()
+        self.engine.shutdown()
 
     async def _chat_answer(
         self, request: ChatCompletionRequest, observer: RequestObserver | None, lazy: bool

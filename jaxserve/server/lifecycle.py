@@ -10,8 +10,11 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import uvicorn
@@ -33,8 +36,10 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CUT_SHORT = 3  # the shutdown timeout ran out, and answers were ended with an error
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_SECONDS = 0.2  # how soon a failure of the engine is noticed
 _STOP_SECONDS = 10.0  # what the engine gets to end its current step
+_THREADS_SECONDS = 1.0  # what threads get to end that have nothing to do any more
 _TRACE_SECONDS = 3.0  # what the last traces get to be sent in
 _MAX_RESTARTS = 5  # within the window, with --restart-engine; then the fault is not one that passes
 _FAILURE_WINDOW_SECONDS = 600.0
@@ -64,13 +69,25 @@ def run(load: Callable[[], OpenAIService], config: ServerConfig) -> int:
         process = _Process(load, config, bound)
         with asyncio.Runner(loop_factory=process.uvicorn_config.get_loop_factory()) as runner:
             exit_code = runner.run(process.serve())
-    if process.is_stuck:
-        # A compilation cannot be interrupted, and a thread inside one may crash an interpreter that ends around it.
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+            for number in _SIGNALS:  # the loop that would have heard of them has ended
+                signal.signal(number, signal.SIG_DFL)
+            if process.is_stuck or not _threads_end(_THREADS_SECONDS):
+                # What compiles cannot be interrupted, and a thread inside it may crash an interpreter that ends around it.
+                # Others would be waited for, by the loop or by Python, however long they take.
+                logging.shutdown()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(exit_code)
     return exit_code
+
+
+def _threads_end(seconds: float) -> bool:
+    """Whether all threads of ours end within that time; they were told to."""
+    deadline = time.monotonic() + seconds
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("jaxserve-")]
+    for thread in ours:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in ours)
 
 
 class _Process:
@@ -95,7 +112,9 @@ class _Process:
 
     async def serve(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        work = ThreadPoolExecutor(thread_name_prefix="jaxserve-work")
+        loop.set_default_executor(work)
+        for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         logger.info("listening on %s", shown_address(self._listener, self._config))
@@ -108,6 +127,7 @@ class _Process:
                 await self._call_in_time(self._slot.service.close, "the engine does not stop", _STOP_SECONDS)
             if self._tracer is not None:
                 await self._call_in_time(self._tracer.close, "the last traces are not sent", _TRACE_SECONDS)
+            work.shutdown(wait=False, cancel_futures=True)
 
     async def _load_and_watch(self) -> int:
         stopped = asyncio.create_task(self._stop.wait())

@@ -1,53 +1,19 @@
-"""A grammar as clients send it, and as a constraint over a model's tokens."""
+"""A grammar as a constraint over a model's tokens."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Literal, cast
+from typing import cast
 
 import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import any_to_lark
 
 from jaxserve.constraint import ConstraintError, TokenConstraint
-from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.json_schema import check_schema
+from jaxserve.structured.library_grammar import Grammar, first_line, library_grammar, make_matcher
 from jaxserve.structured.vocabulary import Vocabulary
-
-MAX_GRAMMAR_LENGTH = 256_000  # characters
-_WHITE_SPACE = r" |\n {0,16}"  # between the tokens of JSON, at most this once: so that no output consists of it
-# Without \u: a name of a property could hide behind it.
-_JSON_OPTIONS: Any = {"whitespace_pattern": _WHITE_SPACE, "json_allowed_escapes": '"\\bfnrt'}
-_REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
-
-GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """What an output must be.
-
-    Attributes:
-        kind: "json": text that satisfies a JSON Schema; "regex": text that matches as a whole; "choice": one of several
-            texts; "grammar": Lark's or GBNF's notation; "lark": the same, known to be Lark's.
-        source: the schema or the list of texts as JSON, or the expression or grammar itself.
-    """
-
-    kind: GrammarKind
-    source: str
-
-    @staticmethod
-    def of_schema(schema: dict[str, Any] | bool) -> Grammar:
-        return Grammar("json", json.dumps(schema, ensure_ascii=False))
-
-    @staticmethod
-    def of_choices(choices: list[str]) -> Grammar:
-        return Grammar("choice", json.dumps(choices, ensure_ascii=False))
 
 
 @dataclass(frozen=True)
@@ -164,7 +130,7 @@ class GrammarState:
         return can_end
 
     def _error(self) -> str:
-        return f"the output's grammar cannot go on: {_first_line(self._matcher.get_error())}"
+        return f"the output's grammar cannot go on: {first_line(self._matcher.get_error())}"
 
     @contextmanager
     def _trying(self, taken: list[int]) -> Iterator[llguidance.LLMatcher]:
@@ -181,68 +147,14 @@ class GrammarState:
 
 
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
-    """Slow for large grammars; the library bounds the work, and lets other threads run meanwhile.
+    """For grammars of one's own: what others wrote may end the process, or take for ever (`GrammarTrials`).
 
     Raises:
         GrammarError: the grammar is wrong, too large, or asks for what cannot be enforced.
     """
-    if len(grammar.source) > MAX_GRAMMAR_LENGTH:
-        raise GrammarError(f"it has {len(grammar.source)} characters; the limit is {MAX_GRAMMAR_LENGTH}")
-    limits = llguidance.LLParserLimits(verbose_errors=False)
-    matcher = llguidance.LLMatcher(vocabulary.tokenizer, _library_grammar(grammar), log_level=0, limits=limits)
-    if not matcher.is_error():
-        probe = matcher.deep_copy()  # what the first token costs, it costs here
-        probe.compute_bitmask()
-        if probe.is_error() or (probe.is_stopped() and not probe.is_accepting()):
-            raise GrammarError(f"no output satisfies it: {_first_line(probe.get_error()) or probe.stop_reason()}")
-        return CompiledGrammar(matcher, vocabulary)
-    raise GrammarError(_first_line(matcher.get_error()))
+    return compile_source(library_grammar(grammar), vocabulary)
 
 
-def inline_schema(schema: dict[str, Any] | bool) -> str:
-    """A schema as JSON, to stand behind Lark's `%json`; enforced just as `Grammar.of_schema` is.
-
-    Raises:
-        GrammarError: it cannot be enforced.
-    """
-    check_schema(schema)
-    if schema is False:
-        raise GrammarError("nothing satisfies the schema `false`")
-    return json.dumps({**({} if schema is True else schema), "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
-
-
-def _library_grammar(grammar: Grammar) -> str:
-    try:
-        match grammar.kind:
-            case "json":
-                schema = json.loads(grammar.source)
-                check_schema(schema)
-                if schema is False:
-                    raise GrammarError("nothing satisfies the schema `false`")
-                source = json.dumps({} if schema is True else schema, ensure_ascii=False)
-                return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=_JSON_OPTIONS)
-            case "regex":
-                return llguidance.LLMatcher.grammar_from_regex(grammar.source)
-            case "choice":
-                choices = [_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in json.loads(grammar.source)]
-                return llguidance.LLMatcher.grammar_from_regex("(" + "|".join(choices) + ")")
-            case "grammar":
-                return llguidance.LLMatcher.grammar_from_lark(_as_lark(grammar.source))
-            case "lark":
-                return llguidance.LLMatcher.grammar_from_lark(grammar.source)
-    except GrammarError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(_first_line(str(error))) from error
-
-
-def _as_lark(source: str) -> str:
-    try:
-        return any_to_lark(source)
-    except Exception as error:  # the converter raises plain Exception for whatever is wrong
-        raise GrammarError(_first_line(str(error))) from error
-
-
-def _first_line(message: str) -> str:
-    lines = [line.strip() for line in message.split("<state>")[0].splitlines() if line.strip()]
-    return " ".join(lines)[:500]
+def compile_source(source: str, vocabulary: Vocabulary) -> CompiledGrammar:
+    """As `compile_grammar`, from what `library_grammar` has made."""
+    return CompiledGrammar(make_matcher(source, vocabulary.tokenizer), vocabulary)

@@ -52,8 +52,15 @@ def check_schema(schema: Schema) -> None:
             references.setdefault(reference, _at(path, "$ref"))
     targets = {reference: _resolve(schema, reference, path) for reference, path in references.items()}
     finite: set[str] = set()
-    while found := [name for name, target in targets.items() if name not in finite and _ends(target, finite)]:
-        finite.update(found)
+    unknown = [*reversed(targets)]  # those that come first most often refer to later ones
+    while unknown:
+        for name in unknown:
+            if _ends(targets[name], finite):
+                finite.add(name)
+        left = [name for name in unknown if name not in finite]
+        if len(left) == len(unknown):
+            break
+        unknown = left
     for reference, path in references.items():
         if reference not in finite:
             raise GrammarError(f"{reference!r} refers to itself without end: no finite value satisfies it", path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.grammar import Grammar, inline_schema
+from jaxserve.structured.library_grammar import Grammar, inline_schema
 
 _ANY_TEXT = r"/(.|\n)*/"
 

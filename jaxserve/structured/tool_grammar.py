@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.config import ToolCallFormat
-from jaxserve.structured.grammar import Grammar, inline_schema
+from jaxserve.structured.library_grammar import Grammar, inline_schema
 from jaxserve.text.tool_call_text import HERMES_BEGIN, HERMES_END, MISTRAL_BEGIN
 
 

@@ -46,9 +46,8 @@ class _LibraryTokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_id = tokenizer.vocab_size
-        special = tokenizer.special_token_ids
-        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)] + [b"<end>"]
-        self.special_token_ids = [*sorted(special), self.eos_token_id]
+        self.tokens = library_tokens(tokenizer)
+        self.special_token_ids = library_special_ids(tokenizer)
         self._tokenizer = tokenizer
         # What a grammar forces is asked for again at each of its tokens, for each row, by threads that wait for Python.
         self._encode_short = lru_cache(_MAX_KNOWN_TEXTS)(tokenizer.encode_continuation)
@@ -57,6 +56,16 @@ class _LibraryTokenizer:
         if not isinstance(text, str):
             raise TypeError("text only")
         return (self._encode_short if len(text) <= _SHORT_TEXT else self._tokenizer.encode_continuation)(text)
+
+
+def library_tokens(tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes of each token, by id, and an end of text."""
+    return [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)] + [b"<end>"]
+
+
+def library_special_ids(tokenizer: Tokenizer) -> list[int]:
+    """Those of the `library_tokens` that are no text."""
+    return [*sorted(tokenizer.special_token_ids), tokenizer.vocab_size]
 
 
 def make_vocabulary(tokenizer: Tokenizer) -> Vocabulary:

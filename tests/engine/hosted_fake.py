@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def start_fake(folder: Path, config: EngineConfig, progress: Progress) -> HostedEngine:
-    """Fetches no step while `folder` has a file "closed", fails when it has "fault", and leaves "ended" at its end."""
+    """Fetches no step while `folder` has a file "closed", fails when it has "fault", and leaves "ended" at its end.
+
+    "dropped" tells the last rule that nobody waits for any more.
+    """
     with progress.task("starting", None, "engines"):
         limits = make_limits(seqs=2)
 
@@ -47,7 +50,11 @@ def start_fake(folder: Path, config: EngineConfig, progress: Progress) -> Hosted
     )
     engine.start()
     logger.info("started")
-    return HostedEngine(engine, lambda source: compile_rule(source, folder), (folder / "ended").touch)
+
+    def drop(source: object) -> None:
+        (folder / "dropped").write_text(repr(source))
+
+    return HostedEngine(engine, lambda source: compile_rule(source, folder), (folder / "ended").touch, drop)
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ def test_a_constraint_that_fails_ends_its_own_choice_alone(rule: WordRule) -> No
         failing = Heard(engine, SamplingParams(max_tokens=9, seed=1, constraint=rule))
         beside = Heard(engine, SamplingParams(max_tokens=9, seed=2, ignore_eos=True))
         _, last = failing.wait()
-        assert last.finish_reason == "error" and last.error
+        assert last.finish_reason == "error" and last.error and last.is_constraint_failure
         assert beside.wait()[0] == solo_tokens(PROMPT, 2, 9)
         assert engine.stats().num_running == 0
 

@@ -195,6 +195,18 @@ def test_a_call_that_nobody_waits_for_any_more_does_no_harm(engine: RemoteEngine
     assert engine.failure is None
 
 
+def test_a_constraint_that_nobody_waits_for_any_more_is_dropped(engine: RemoteEngine, folder: Path) -> None:
+    (folder / "compiling").touch()
+    source = ((), (1,))
+    asked = engine.compile_constraint(source)
+    assert asked.cancel()
+    until((folder / "dropped").exists)
+    engine.flush_prefix_cache().result(TIMEOUT)  # behind it
+    assert (folder / "dropped").read_text() == repr(source)
+    (folder / "compiling").unlink()
+    assert engine.compile_constraint(((1,),)).result(TIMEOUT) and asked.cancelled()
+
+
 def test_constraints_are_compiled_in_the_engine_s_process(engine: RemoteEngine) -> None:
     words = ((3, 4), (5,), (6, 7))
     constraint = engine.compile_constraint(words).result(TIMEOUT)

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class Options:
         failing_engines: how many engines, from the first on, do so.
         server: further fields of the server's config.
         stuck: the engine does not come back when it is told to stop.
+        busy: a thread that Python waits for at its end never does.
     """
 
     port: int = 0
@@ -36,6 +38,7 @@ class Options:
     fail_after: int | None = None
     failing_engines: int = 1000
     stuck: bool = False
+    busy: bool = False
     max_model_len: int = 1_000_000
     server: dict[str, Any] = field(default_factory=dict)
 
@@ -52,6 +55,8 @@ def load(options: Options, number: int) -> OpenAIService:
     )
     if options.stuck:
         engine.shutdown = threading.Event().wait  # type: ignore[assignment]
+    if options.busy:
+        ThreadPoolExecutor(1, thread_name_prefix="jaxserve-busy").submit(threading.Event().wait)
     return fake_service(engine)
 
 

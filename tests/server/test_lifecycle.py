@@ -178,6 +178,27 @@ def test_engine_that_does_not_stop_is_left_behind(tmp_path: Path) -> None:
         assert "does not stop" in server.log
 
 
+def test_a_thread_that_never_ends_is_left_behind(tmp_path: Path) -> None:
+    with fake_server(tmp_path, busy=True) as server:
+        server.wait_ready()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code(seconds=10) == 0
+
+
+def test_a_grammar_that_compiles_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    parts = [{"type": "integer", "multipleOf": prime} for prime in (9973, 9967, 9949, 9941)]  # it would for ever
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"allOf": parts}}}
+    with fake_server(tmp_path, shutdown_timeout=0.5) as server:
+        url = server.wait_ready()
+        answer = Answer(url, response_format=wanted)
+        while httpx.get(f"{url}/load").json()["server_load"] == 0:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code(seconds=8) == 3
+        answer.join()
+    assert answer.status >= 500
+
+
 def test_failed_engine_is_built_anew_when_that_was_asked_for(tmp_path: Path) -> None:
     with fake_server(tmp_path, fail_after=5, failing_engines=2, server={"restart_engine": True}) as server:
         url = server.wait_ready()

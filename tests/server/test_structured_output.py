@@ -183,6 +183,34 @@ def test_a_model_that_wants_white_space_gets_little_of_it(
         assert (len(text.encode()), reasons) == (max_tokens, ["length"])
 
 
+def test_a_schema_that_nests_too_deep_is_refused_and_ends_nothing(client: openai.OpenAI) -> None:
+    deep = {f"d{place}": {"$ref": f"#/$defs/d{place + 1}"} for place in range(3000)}
+    schema = {"$defs": {**deep, "d3000": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+    with pytest.raises(openai.BadRequestError) as refused:
+        text_of(client, response_format=schema_format(schema))
+    assert (refused.value.code, refused.value.param) == ("invalid_grammar", "response_format.json_schema.schema")
+    assert text_of(client, response_format=schema_format({"const": 1}))[0] == "1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_too_complex_for_its_first_token_is_the_client_s_mistake(client: openai.OpenAI, stream: bool) -> None:
+    extra = {"structured_outputs": {"regex": "(?:a?){1000}(?:a){1000}[^q]*"}}
+    with pytest.raises(openai.BadRequestError, match="simpler") as refused:
+        client.chat.completions.create(**HOT, stream=stream, extra_body=extra)
+    assert refused.value.code == "invalid_grammar"
+
+
+def test_a_grammar_that_becomes_too_complex_on_the_way_is_told_in_an_event(client: openai.OpenAI) -> None:
+    extra = {"structured_outputs": {"regex": "[xyz]{40}(?:a?){1000}(?:a){1000}[^q]*"}}
+    stream = client.chat.completions.create(**HOT, stream=True, extra_body=extra)
+    parts: list[str] = []
+    texts = (chunk.choices[0].delta.content or "" for chunk in stream)
+    with pytest.raises(openai.APIError, match="simpler") as failed:
+        parts.extend(texts)  # keeps what came before
+    assert failed.value.code == "invalid_grammar"
+    assert re.fullmatch("[xyz]{1,40}", "".join(parts))
+
+
 def test_stop_ids_end_only_what_is_complete(client: openai.OpenAI) -> None:
     fields = {
         "response_format": schema_format({"type": "array", "items": {"enum": ["x"]}, "minItems": 3, "maxItems": 3})

@@ -159,13 +159,3 @@ async def test_grammars_are_kept() -> None:
         assert await compiler.compile(Grammar("regex", "a+")) is not first
     finally:
         compiler.close()
-
-
-@pytest.mark.anyio
-async def test_what_takes_too_long_is_refused() -> None:
-    compiler = GrammarCompiler(byte_tokenizer(), time_limit=0.0)
-    try:
-        with pytest.raises(GrammarError, match="compile"):
-            await compiler.compile(Grammar("regex", "a+"))
-    finally:
-        compiler.close()

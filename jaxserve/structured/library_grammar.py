@@ -1,0 +1,129 @@
+"""Grammars as clients send them, in the form that the grammar library takes. Knows no vocabulary, and is quick to import."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from jaxserve.structured.errors import GrammarError
+from jaxserve.structured.json_schema import check_schema
+
+MAX_GRAMMAR_LENGTH = 256_000  # characters
+_WHITE_SPACE = r" |\n {0,16}"  # between the tokens of JSON, at most this once: so that no output consists of it
+# Without \u: a name of a property could hide behind it.
+_JSON_OPTIONS: Any = {"whitespace_pattern": _WHITE_SPACE, "json_allowed_escapes": '"\\bfnrt'}
+_REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+# For whoever mends the library, not for clients.
+_DETAILS = re.compile(r"<(?:state|backtrace|non-verbose)\b.*", re.DOTALL)
+
+GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an output must be.
+
+    Attributes:
+        kind: "json": text that satisfies a JSON Schema; "regex": text that matches as a whole; "choice": one of several
+            texts; "grammar": Lark's or GBNF's notation; "lark": the same, known to be Lark's.
+        source: the schema or the list of texts as JSON, or the expression or grammar itself.
+    """
+
+    kind: GrammarKind
+    source: str
+
+    @staticmethod
+    def of_schema(schema: dict[str, Any] | bool) -> Grammar:
+        return Grammar("json", json.dumps(schema, ensure_ascii=False))
+
+    @staticmethod
+    def of_choices(choices: list[str]) -> Grammar:
+        return Grammar("choice", json.dumps(choices, ensure_ascii=False))
+
+
+def library_grammar(grammar: Grammar) -> str:
+    """What `make_matcher` takes.
+
+    Raises:
+        GrammarError: the grammar is wrong, too long, or asks for what cannot be enforced.
+    """
+    if len(grammar.source) > MAX_GRAMMAR_LENGTH:
+        raise GrammarError(f"it has {len(grammar.source)} characters; the limit is {MAX_GRAMMAR_LENGTH}")
+    try:
+        return _library_grammar(grammar)
+    except GrammarError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(first_line(str(error))) from error
+
+
+def make_matcher(source: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+    """Compiles what `library_grammar` has made. Lets other threads run meanwhile.
+
+    The library bounds neither time nor memory of all grammars, and for some its recursion ends the process
+    (`GrammarTrials`).
+
+    Raises:
+        GrammarError: the grammar is wrong, too large, or nothing satisfies it.
+    """
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise GrammarError(first_line(matcher.get_error()))
+    probe = matcher.deep_copy()  # what the first token costs, it costs here
+    probe.compute_bitmask()
+    if probe.is_error() or (probe.is_stopped() and not probe.is_accepting()):
+        raise GrammarError(f"no output satisfies it: {first_line(probe.get_error()) or probe.stop_reason()}")
+    return matcher
+
+
+def inline_schema(schema: dict[str, Any] | bool) -> str:
+    """A schema as JSON, to stand behind Lark's `%json`; enforced just as `Grammar.of_schema` is.
+
+    Raises:
+        GrammarError: it cannot be enforced.
+    """
+    check_schema(schema)
+    if schema is False:
+        raise GrammarError("nothing satisfies the schema `false`")
+    return json.dumps({**({} if schema is True else schema), "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+
+
+def first_line(message: str) -> str:
+    """What the library says is wrong, for clients: without where that is in the library."""
+    if message.startswith("panic"):
+        return "it is too large or too complex to compile: make it simpler"
+    lines = [line.strip() for line in _DETAILS.sub("", message).splitlines() if line.strip()]
+    return " ".join(lines)[:500]
+
+
+def _library_grammar(grammar: Grammar) -> str:
+    match grammar.kind:
+        case "json":
+            schema = json.loads(grammar.source)
+            check_schema(schema)
+            if schema is False:
+                raise GrammarError("nothing satisfies the schema `false`")
+            source = json.dumps({} if schema is True else schema, ensure_ascii=False)
+            return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=_JSON_OPTIONS)
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(grammar.source)
+        case "choice":
+            choices = [_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in json.loads(grammar.source)]
+            return llguidance.LLMatcher.grammar_from_regex("(" + "|".join(choices) + ")")
+        case "grammar":
+            return llguidance.LLMatcher.grammar_from_lark(_as_lark(grammar.source))
+        case "lark":
+            return llguidance.LLMatcher.grammar_from_lark(grammar.source)
+
+
+def _as_lark(source: str) -> str:
+    try:
+        return any_to_lark(source)
+    except Exception as error:  # the converter raises plain Exception for whatever is wrong
+        raise GrammarError(first_line(str(error))) from error

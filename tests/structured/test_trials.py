@@ -1,0 +1,217 @@
+"""Grammars that end a process, or would never end, are refused, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.constraint import Constraint
+from jaxserve.engine.request import EngineStoppedError, QueueFullError
+from jaxserve.structured.compiler import ForwardingCompiler, GrammarCompiler
+from jaxserve.structured.errors import GrammarError
+from jaxserve.structured.library_grammar import Grammar, first_line
+from tests.fakes import byte_tokenizer
+from tests.structured.grammars import compiled, refused_at
+
+ROOT = Path(__file__).parents[2]
+
+
+def endless(number: int) -> Grammar:
+    """A schema that is compiled for ever; each number another."""
+    parts = [{"type": "integer", "multipleOf": prime} for prime in (9973, 9967, 9949, 9941)]
+    return Grammar.of_schema({"allOf": parts, "title": str(number)})
+
+
+def linked(count: int, link: Callable[[dict[str, Any]], dict[str, Any]]) -> Grammar:
+    """A schema of so many definitions, each of which refers to the next."""
+    definitions = {f"d{place}": link({"$ref": f"#/$defs/d{place + 1}"}) for place in range(count)}
+    return Grammar.of_schema({"$defs": {**definitions, f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"})
+
+
+DEEP = {
+    "references": linked(3000, lambda next_one: next_one),
+    "items": linked(1200, lambda next_one: {"type": "array", "items": next_one, "minItems": 1}),
+    "alternatives": linked(1200, lambda next_one: {"anyOf": [next_one, {"type": "null"}]}),
+    "objects": linked(1500, lambda next_one: {"type": "object", "properties": {"a": next_one}, "required": ["a"]}),
+    "rules": Grammar("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(8000)) + 'r8000: "a"\n'),
+    "terminals": Grammar("lark", "start: T0\n" + "".join(f"T{i}: T{i + 1}\n" for i in range(8000)) + 'T8000: "a"\n'),
+}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(byte_tokenizer(), time_limit=20.0)
+    yield compiler
+    compiler.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("shape", DEEP)
+async def test_what_nests_too_deep_is_refused(compiler: GrammarCompiler, shape: str) -> None:
+    with pytest.raises(GrammarError, match="too deep"):
+        await compiler.compile(DEEP[shape])
+    assert await compiler.compile(Grammar("regex", f"after {shape}"))
+
+
+@pytest.mark.anyio
+async def test_what_nests_as_much_as_people_write_is_compiled(compiler: GrammarCompiler) -> None:
+    schema = linked(60, lambda next_one: {"type": "object", "properties": {"a": next_one}, "required": ["a"]})
+    rule = await compiler.compile(schema)
+    assert refused_at(rule, '{"a": ' * 60 + "3" + "}" * 60) is None
+
+
+@pytest.mark.anyio
+async def test_a_fault_in_the_library_tells_clients_nothing_of_it() -> None:
+    message = "panic: assertion failed: symbols.len()\n<backtrace>\n 1: call at /home/who/object.c:1"
+    compiler = GrammarCompiler(byte_tokenizer(), time_limit=20.0)
+    try:
+        with pytest.raises(GrammarError) as refused:
+            await compiler.compile(Grammar.of_schema({"properties": {f"p{place}": {} for place in range(16_000)}}))
+    finally:
+        compiler.close()
+    for text in (str(refused.value), first_line(message)):
+        assert "simpler" in text and "/" not in text and "backtrace" not in text and "panic" not in text
+    assert first_line("wrong at 1 <backtrace>\n at /home") == first_line("wrong at 1\n<state>\nx") == "wrong at 1"
+
+
+@pytest.mark.anyio
+async def test_what_takes_too_long_is_refused_and_holds_no_other_up_for_longer() -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), time_limit=1.0)
+    try:
+        many = [asyncio.create_task(compiler.compile(endless(number))) for number in range(8)]  # more than threads
+        await asyncio.sleep(0)
+        rule = await compiler.compile(Grammar("regex", "a+"))  # it waits longer for its turn than it may take
+        assert refused_at(rule, "aaa") is None
+        for refused in await asyncio.gather(*many, return_exceptions=True):
+            assert isinstance(refused, GrammarError) and "more than 1 s" in str(refused)
+    finally:
+        compiler.close()
+
+
+@pytest.mark.anyio
+async def test_what_takes_too_much_memory_is_refused() -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), time_limit=60.0, memory_limit=40 << 20)
+    try:
+        with pytest.raises(GrammarError, match="40 MiB"):
+            await compiler.compile(endless(0))
+        assert await compiler.compile(Grammar("regex", "a+"))
+    finally:
+        compiler.close()
+
+
+@pytest.mark.anyio
+async def test_one_more_than_may_wait_is_refused_and_may_come_again() -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), time_limit=0.5, max_waiting=1)
+    try:
+        first = asyncio.create_task(compiler.compile(endless(0)))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError):
+            await compiler.compile(Grammar("regex", "a+"))
+        with pytest.raises(GrammarError):
+            await first
+        assert await compiler.compile(Grammar("regex", "a+"))
+    finally:
+        compiler.close()
+
+
+@pytest.mark.anyio
+async def test_the_end_waits_for_no_grammar() -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), time_limit=3600.0)
+    await compiler.compile(Grammar("regex", "a"))
+    tried = [asyncio.create_task(compiler.compile(endless(number))) for number in range(8)]  # some wait for their turn
+    while not any(b"R" in state_of(process) for process in descendants(os.getpid())):
+        await asyncio.sleep(0.01)
+    compiler.close()
+    for refused in await asyncio.gather(*tried, return_exceptions=True):
+        assert isinstance(refused, EngineStoppedError)
+    with pytest.raises(EngineStoppedError):
+        await compiler.compile(Grammar("regex", "ab"))
+
+
+@pytest.mark.anyio
+async def test_processes_that_others_have_ended_are_started_anew() -> None:
+    compiler = GrammarCompiler(byte_tokenizer())
+    before = set(descendants(os.getpid()))
+    try:
+        await compiler.compile(Grammar("regex", "a"))
+        for process in set(descendants(os.getpid())) - before:
+            os.kill(process, signal.SIGKILL)
+        assert refused_at(await compiler.compile(Grammar("regex", "ab")), "ab") is None
+    finally:
+        compiler.close()
+
+
+def test_they_end_with_the_process_that_asks() -> None:
+    script = """
+import asyncio
+from tests.structured.test_trials import *
+async def main():
+    compiler = GrammarCompiler(byte_tokenizer(), time_limit=3600.0)
+    await compiler.compile(Grammar("regex", "a"))
+    asyncio.create_task(compiler.compile(endless(0)))
+    await asyncio.sleep(0.1)
+    print("asked", flush=True)
+    await asyncio.sleep(3600)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"asked\n"
+        processes = descendants(parent.pid)
+        parent.kill()
+    assert len(processes) >= 2
+    deadline = time.monotonic() + 20
+    while any(state_of(process) not in (b"", b"Z") for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.anyio
+async def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
+    asked: list[Future[Constraint]] = []
+
+    def submit(grammar: Grammar) -> Future[Constraint]:
+        del grammar
+        asked.append(Future())
+        return asked[-1]
+
+    compiler, grammar = ForwardingCompiler(submit), Grammar("regex", "a")
+    calls = [asyncio.create_task(compiler.compile(grammar)) for _ in range(2)]
+    await asyncio.sleep(0)
+    for call, is_last in zip(calls, (False, True), strict=True):
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            await call
+        assert asked[0].cancelled() is is_last
+    again = asyncio.create_task(compiler.compile(grammar))
+    await asyncio.sleep(0)
+    asked[1].set_result(rule := compiled(grammar))
+    assert await again is rule and len(asked) == 2
+
+
+def descendants(process: int) -> list[int]:
+    """The processes that it and its threads have started, and those that these have."""
+    found: list[int] = []
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def state_of(process: int) -> bytes:
+    """A letter as in /proc; b"": it is gone. R of any thread is R."""
+    states = []
+    for thread in Path(f"/proc/{process}/task").glob("*/stat"):
+        with suppress(OSError):
+            states.append(thread.read_bytes().rpartition(b")")[2].split()[0])
+    return b"R" if b"R" in states else b"".join(states[:1])
