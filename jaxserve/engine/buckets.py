@@ -16,6 +16,8 @@ _TILE = 32
 # Prompt tokens beside those who decode, from which on each costs as much as any: padding is halved below.
 _LARGE_PIECE = 256
 _SMALLEST_DECODE = 8  # above a single row, on a GPU: tensor cores take rows in eights
+# Of what a drafter is shown, which it takes in as part of a step and in a small part of its time.
+_SMALLEST_SHOWN_DECODE, _SMALLEST_SHOWN_PREFILL = 64, 256
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,10 @@ class Buckets:
         masked_modes: those that there are with masks too, for steps in which a row has a constraint; the same holds.
         draft_lengths: numbers of drafts that each row of a step may bring, ascending; none: the engine does not speculate.
         drafting_rows: decode rows of steps with drafts.
+        rare_drafting_rows: the same, of steps that bring fewer drafts than the most, or that `is_rare` is said of; among
+            `drafting_rows`, the largest one too; none: all of these.
         verify_modes: kinds of sampling that drafts are verified by, as `sampling_modes`.
+        shown_decode_rows, shown_prefill_tokens: of steps that prefill, as a drafter is shown them; none: as they are.
     """
 
     decode_rows: tuple[int, ...]
@@ -45,12 +50,16 @@ class Buckets:
     masked_modes: tuple[SamplingMode, ...] = ("full",)
     draft_lengths: tuple[int, ...] = ()
     drafting_rows: tuple[int, ...] = ()
+    rare_drafting_rows: tuple[int, ...] = ()
     verify_modes: tuple[SamplingMode, ...] = ("full",)
+    shown_decode_rows: tuple[int, ...] = ()
+    shown_prefill_tokens: tuple[int, ...] = ()
     prefill_only_tokens: tuple[int, ...] = ()
 
     def all(self) -> list[Bucket]:
         decode = [Bucket(rows, 0, 0) for rows in self.decode_rows]
-        decode += [Bucket(rows, 0, 0, length) for length in self.draft_lengths for rows in self.drafting_rows]
+        decode += [Bucket(rows, 0, 0, length) for length in self.draft_lengths[:-1] for rows in self._rare_rows]
+        decode += [Bucket(rows, 0, 0, length) for length in self.draft_lengths[-1:] for rows in self.drafting_rows]
         mixed = [
             Bucket(rows, self.prefill_rows, tokens) for tokens in self.prefill_tokens for rows in self.mixed_decode_rows
         ]
@@ -62,15 +71,46 @@ class Buckets:
             return bucket.rows
         return _smallest(self.sample_rows, bucket.rows, "rows of logits")
 
-    def for_batch(self, batch: ScheduledBatch) -> Bucket:
+    def verifications(self, bucket: Bucket) -> list[tuple[SamplingMode, bool]]:
+        """How drafts of a step of this size may be verified: kinds of sampling, each without or with masks."""
+        every: list[tuple[SamplingMode, bool]] = [
+            *((mode, False) for mode in self.verify_modes),
+            *((mode, True) for mode in self.masked_modes),
+        ]
+        return every if bucket.decode_rows in self._rare_rows else [kind for kind in every if not self.is_rare(*kind)]
+
+    def is_rare(self, mode: SamplingMode, masked: bool) -> bool:
+        """Whether drafts are verified so in steps of few sizes: `for_batch` wants to know it."""
+        return masked or mode == self.verify_modes[-1]
+
+    def shown_for(self, bucket: Bucket) -> Bucket:
+        """The sizes in which a step without drafts is shown to a drafter."""
+        if not (bucket.prefill_rows and self.shown_prefill_tokens):
+            return bucket
+        return Bucket(
+            _smallest(self.shown_decode_rows, bucket.decode_rows, "decode rows for the drafter"),
+            bucket.prefill_rows,
+            _smallest(self.shown_prefill_tokens, bucket.prefill_tokens, "prefill tokens for the drafter"),
+        )
+
+    @property
+    def _rare_rows(self) -> tuple[int, ...]:
+        return self.rare_drafting_rows or self.drafting_rows
+
+    def for_batch(self, batch: ScheduledBatch, *, is_rare: bool = False) -> Bucket:
         """The smallest bucket that holds a step.
+
+        Args:
+            is_rare: its drafts, if it has any, are to be verified in a way that only few sizes have.
 
         Raises:
             ValueError: if none does; the scheduler's limits must be those that the buckets were made for.
         """
         rows = len(batch.decode)
         if batch.num_drafts:
-            return Bucket(_smallest(self.drafting_rows, rows, "rows with drafts"), 0, 0, batch.num_drafts)
+            is_rare = is_rare or batch.num_drafts != self.draft_lengths[-1]
+            sizes = self._rare_rows if is_rare else self.drafting_rows
+            return Bucket(_smallest(sizes, rows, "rows with drafts"), 0, 0, batch.num_drafts)
         if not batch.prefill:
             return Bucket(_smallest(self.decode_rows, rows, "decode rows"), 0, 0)
         if len(batch.prefill) > self.prefill_rows:
@@ -97,33 +137,40 @@ def make_buckets(
 
     Where there may be many programs, a step in which nobody decodes has its own, without a row for those who do. It has
     sizes between the powers of two, since padding is what the first token waits for, and so have the smaller pieces of
-    prompts that ride along with those who decode.
+    prompts that ride along with those who decode. Speculation needs programs of its own: pieces of prompts have fewer sizes
+    then, and so have steps with drafts that are rare, and steps with prompts as a drafter is shown them.
 
     Args:
         few_programs: coarser steps between sizes, where compiling takes longer than padding costs (a CPU).
         num_speculative_tokens: drafts of a row at most; 0: the engine does not speculate.
     """
     lengths = draft_lengths(num_speculative_tokens, few_programs=few_programs)
+    thins = bool(lengths) and not few_programs
     prefill_tokens = _growing(
         min(_SMALLEST_PREFILL, max_num_batched_tokens), max_num_batched_tokens, 4 if few_programs else 2
     )
     halves = () if few_programs else _halves(prefill_tokens)
+    riding = [half for half in halves if half < _LARGE_PIECE and not (thins and half < 2 * _SMALLEST_PREFILL)]
     decode_rows = _growing(1, max_num_seqs, 4) if few_programs else _decode_rows(max_num_seqs)
-    mixed_decode_rows = _mixed_decode_rows(max_num_seqs, few_programs)
+    mixed_decode_rows = _mixed_decode_rows(max_num_seqs, few_programs, 4 if thins else 2)
+    drafting_rows = _drafting_rows(decode_rows, max_num_batched_tokens, lengths)
     most_rows = max(max_num_seqs, max(mixed_decode_rows, default=0) + max_prefill_rows)
     return Buckets(
         decode_rows=decode_rows,
         mixed_decode_rows=mixed_decode_rows,
-        prefill_tokens=_merged(prefill_tokens, [half for half in halves if half < _LARGE_PIECE]),
+        prefill_tokens=_merged(prefill_tokens, riding),
         prefill_rows=max_prefill_rows,
         sample_rows=tuple(sorted({1, most_rows}))
         if few_programs
         else tuple(sorted({min(_SMALLEST_DECODE, most_rows), min(32, most_rows), most_rows})),
         sampling_modes=("greedy", "filtered", "full") if few_programs else ("greedy", "random", "filtered", "full"),
-        masked_modes=("full",) if few_programs else ("filtered", "full"),
+        masked_modes=("full",) if few_programs else ("filtered", "full") if lengths else ("random", "filtered", "full"),
         draft_lengths=lengths,
-        drafting_rows=_drafting_rows(decode_rows, max_num_batched_tokens, lengths),
+        drafting_rows=drafting_rows,
+        rare_drafting_rows=drafting_rows[::-1][::2][::-1] if thins else (),
         verify_modes=("greedy", "full") if few_programs else ("greedy", "filtered", "full"),
+        shown_decode_rows=_shown_decode_rows(mixed_decode_rows) if thins else (),
+        shown_prefill_tokens=_shown_prefill_tokens(max_num_batched_tokens) if thins else (),
         prefill_only_tokens=()
         if few_programs
         else _merged(prefill_tokens, [half for half in halves if half % _SMALLEST_PREFILL == 0]),
@@ -162,14 +209,25 @@ def _decode_rows(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted({1, *_growing(min(_SMALLEST_DECODE, max_num_seqs), max_num_seqs, 2)}))
 
 
-def _mixed_decode_rows(max_num_seqs: int, few_programs: bool) -> tuple[int, ...]:
+def _mixed_decode_rows(max_num_seqs: int, few_programs: bool, factor: int) -> tuple[int, ...]:
     most = max_num_seqs - 1  # one slot at least prefills
     if few_programs:
         return (most,)
     if most == 0:
         return ()
     # Multiples of eight: the prefill rows that follow must start where kernels may read from, at multiples of 256 bytes.
-    return _growing(min(16, -(-most // 8) * 8), -(-most // 8) * 8, 2)
+    return _growing(min(16, -(-most // 8) * 8), -(-most // 8) * 8, factor)
+
+
+def _shown_decode_rows(mixed_decode_rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Steps without a decode row take the smallest size as well: for a drafter, rows of padding cost little."""
+    if not mixed_decode_rows:
+        return (0,)
+    return _growing(min(_SMALLEST_SHOWN_DECODE, mixed_decode_rows[-1]), mixed_decode_rows[-1], 4)
+
+
+def _shown_prefill_tokens(max_num_batched_tokens: int) -> tuple[int, ...]:
+    return _growing(min(_SMALLEST_SHOWN_PREFILL, max_num_batched_tokens), max_num_batched_tokens, 2)
 
 
 def _growing(first: int, last: int, factor: int) -> tuple[int, ...]:

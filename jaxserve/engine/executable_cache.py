@@ -87,6 +87,7 @@ class ExecutableCache:
         self._devices = tuple(devices)
         self._platform = device.platform
         self._trials = threading.Lock()
+        self._lowering = threading.Lock()
         self._context = "\n".join(
             [
                 context,
@@ -113,7 +114,9 @@ class ExecutableCache:
             loaded = _load(path, self._devices)
             if loaded is not None:
                 return loaded
-        lowered = lower()
+        # Python traces one program at a time in any case; while all threads take turns at it none of them compiles.
+        with self._lowering:
+            lowered = lower()
         is_alone = self._platform == "gpu" and bucket is not None and needs_trials(bucket)
         with self._trials if is_alone else contextlib.nullcontext():
             compiled = lowered.compile(compiler_options=compile_options(self._platform, bucket))

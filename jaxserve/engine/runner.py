@@ -208,11 +208,10 @@ class ModelRunner:
 
     def _rehearse_verification(self, nobody: ScheduledBatch, bucket: Bucket, packed: jax.Array) -> None:
         masks = np.full((bucket.rows, self._mask_words), -1, np.int32)
-        for mode in self._buckets.verify_modes:
-            for allowed in (None, masks) if mode in self._buckets.masked_modes else (None,):
-                logits = self._forward_step(nobody, bucket, mode, packed)
-                tokens, _ = self._run_verification(mode, logits, allowed)
-                self._show_drafter(logits, tokens)
+        for mode, masked in self._buckets.verifications(bucket):
+            logits = self._forward_step(nobody, bucket, mode, packed)
+            tokens, _ = self._run_verification(mode, logits, masks if masked else None)
+            self._show_drafter(logits, tokens)
 
     def memory_use(self) -> MemoryUse:
         """What everything takes of one device; after `warm_up`."""
@@ -243,14 +242,16 @@ class ModelRunner:
                     f"{len(batch.copies)} pages are to be copied, and the runner has no host memory for them"
                 )
             self._cache = self.page_copier.run(self._cache, batch.copies)
-        bucket = self._buckets.for_batch(batch)
-        bucket = self._serving.get(bucket, bucket)
-        packed = put_replicated(pack(batch, bucket, self._sizes), self._replicated)
         mode: SamplingMode | None = None
+        is_rare = False
         if self._speculator is not None:
             self._state = self._speculator.begin(batch, self._state)
-            modes = self._buckets.masked_modes if is_constrained(batch) else self._buckets.sampling_modes
-            mode = cheapest_mode(batch, modes)
+            masked = is_constrained(batch)
+            mode = cheapest_mode(batch, self._buckets.masked_modes if masked else self._buckets.verify_modes)
+            is_rare = self._buckets.is_rare(mode, masked)
+        bucket = self._buckets.for_batch(batch, is_rare=is_rare)
+        bucket = self._serving.get(bucket, bucket)
+        packed = put_replicated(pack(batch, bucket, self._sizes), self._replicated)
         logits = self._forward_step(batch, bucket, mode, packed)
         if logits.drafts is not None and is_constrained(batch):  # their masks go by what is drafted
             for array in (logits.drafts.token_ids, logits.drafts.counts):

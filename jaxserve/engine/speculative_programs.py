@@ -166,6 +166,17 @@ class SpeculativePrograms:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def resize_features(bucket: Bucket, larger: Bucket) -> Callable[[Array], Array]:
+    """(features of a step without drafts [tokens, size]) -> the same, where they lie in a larger step's."""
+
+    def resize(features: Array) -> Array:
+        decode, prefill = jnp.split(features, [bucket.decode_rows])
+        rows, tokens = larger.decode_rows - bucket.decode_rows, larger.prefill_tokens - bucket.prefill_tokens
+        return jnp.concatenate([jnp.pad(decode, ((0, rows), (0, 0))), jnp.pad(prefill, ((0, tokens), (0, 0)))])
+
+    return resize
+
+
 def process_positions(
     logits: Float[Array, "rows_times_width vocab"],
     state: DecodeState,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,14 +15,14 @@ import numpy as np
 
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.decode_state import DecodeState
-from jaxserve.engine.device_batch import Bucket, packed_size
+from jaxserve.engine.device_batch import Bucket, pack, packed_size
 from jaxserve.engine.drafters import CATCH_UP_TOKENS, Drafter
 from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.head_drafters import HeadDrafter
 from jaxserve.engine.processor_state import ProcessorState
 from jaxserve.engine.programs import ProgramFactory
-from jaxserve.engine.schedule import ScheduledBatch
-from jaxserve.engine.speculative_programs import SpeculativePrograms
+from jaxserve.engine.schedule import DecodeRow, ScheduledBatch
+from jaxserve.engine.speculative_programs import SpeculativePrograms, resize_features
 from jaxserve.engine.token_masks import num_words
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.logit_processors import Logprobs
@@ -31,6 +31,9 @@ from jaxserve.sampling_params import SamplingMode
 from jaxserve.sharding.placement import put_replicated, replicated
 
 logger = logging.getLogger(__name__)
+
+# That are shown what they missed at a time: with `CATCH_UP_TOKENS` each, about what takes no longer than reading weights.
+_CATCH_UP_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ class Speculator:
         self._draft: dict[DraftProgram, Any] = {}
         self._feed: dict[Bucket, Any] = {}
         self._observe: dict[Bucket, Any] = {}
-        self._catch_up: dict[Bucket, Any] = {}
+        self._resize: dict[Bucket, Any] = {}
+        self._catch_up: Any = None
+        self._catch_up_bucket = Bucket(min(_CATCH_UP_ROWS, factory.sizes.max_num_seqs), 0, 0)
         self._missed = np.zeros(factory.sizes.max_num_seqs, np.int64)  # last tokens of each slot that it has not seen
         self._verify: dict[VerifyProgram, Any] = {}
         self._set_history: Any = None
@@ -104,37 +109,37 @@ class Speculator:
     @property
     def programs(self) -> list[Any]:
         """Everything that was compiled."""
-        return [
-            *self._draft.values(),
-            *self._feed.values(),
-            *self._observe.values(),
-            *self._catch_up.values(),
-            *self._verify.values(),
-            self._set_history,
-        ]
+        several = self._draft, self._feed, self._observe, self._resize, self._verify
+        single = () if self._catch_up is None else (self._catch_up,)
+        return [*(program for programs in several for program in programs.values()), *single, self._set_history]
 
     def jobs(
         self, programs: ExecutableCache, cache: KVCache, state: DecodeState, processors: ProcessorState
     ) -> list[Callable[[], None]]:
         """What is to be compiled, in any order, by any threads; the arrays give shapes and placement only."""
-        buckets = [bucket for bucket in self._buckets.all() if bucket.num_drafts]
-        reads = self._drafter.reads_prompts
-        fed = [bucket for bucket in self._buckets.all() if bucket.prefill_rows and reads]
+        steps = self._buckets.all()
+        drafted = [bucket for bucket in steps if bucket.num_drafts]
+        shown = {bucket: self._buckets.shown_for(bucket) for bucket in steps}
+        reads, observes = self._drafter.reads_prompts, self._drafting.reader is not None
+        fed = dict.fromkeys(shown[bucket] for bucket in steps if bucket.prefill_rows and reads)
+        observed = dict.fromkeys(shown[bucket] for bucket in steps if observes)
+        resized = [bucket for bucket in steps if observes and shown[bucket] != bucket]
         drafting_modes: tuple[SamplingMode, ...] = ("greedy",)
         if self._drafter.has_probabilities:
             drafting_modes = tuple(mode for mode in ("greedy", "full") if mode in self._buckets.verify_modes)
-        verifying: list[tuple[SamplingMode, bool]] = [
-            *((mode, False) for mode in self._buckets.verify_modes),
-            *((mode, True) for mode in self._buckets.masked_modes),
-        ]
         compiler = _Compiler(self, programs, cache, state, processors)
         return [
             compiler.set_history,
             *(partial(compiler.feed, bucket) for bucket in fed),
-            *(partial(compiler.observe, bucket) for bucket in self._buckets.all() if self._drafting.reader is not None),
-            *(partial(compiler.catch_up, bucket) for bucket in buckets if reads),
-            *(partial(compiler.draft, DraftProgram(bucket, mode)) for bucket in buckets for mode in drafting_modes),
-            *(partial(compiler.verify, VerifyProgram(bucket, *kind)) for bucket in buckets for kind in verifying),
+            *(partial(compiler.observe, bucket) for bucket in observed),
+            *(partial(compiler.draft, DraftProgram(bucket, mode)) for bucket in drafted for mode in drafting_modes),
+            *((compiler.catch_up,) if reads else ()),
+            *(partial(compiler.resize, bucket) for bucket in resized),
+            *(
+                partial(compiler.verify, VerifyProgram(bucket, *kind))
+                for bucket in drafted
+                for kind in self._buckets.verifications(bucket)
+            ),
         ]
 
     def begin(self, batch: ScheduledBatch, state: DecodeState) -> DecodeState:
@@ -166,7 +171,7 @@ class Speculator:
         uses_cache = self._drafter.uses_target_cache
         memory = cache if uses_cache else self._memory
         if self._drafter.reads_prompts:
-            self._see(batch, bucket, state, packed)
+            self._see(batch, bucket, state)
             memory = self._memory
         if bucket.num_drafts:
             kind: SamplingMode = "full" if mode != "greedy" and self._drafter.has_probabilities else "greedy"
@@ -174,7 +179,8 @@ class Speculator:
             compiled = self._draft[DraftProgram(bucket, kind)]
             memory, drafts = compiled(self._drafting.params, memory, state, packed, *more)
         elif bucket.prefill_rows and self._drafter.reads_prompts:
-            memory, drafts = self._feed[bucket](self._drafting.params, memory, state, packed), None
+            shown, packed = self._shown(batch, bucket, packed)
+            memory, drafts = self._feed[shown](self._drafting.params, memory, state, packed), None
         else:
             return cache, None
         if uses_cache:
@@ -182,14 +188,21 @@ class Speculator:
         self._memory = memory
         return cache, drafts
 
-    def _see(self, batch: ScheduledBatch, bucket: Bucket, state: DecodeState, packed: jax.Array) -> None:
+    def _shown(self, batch: ScheduledBatch, bucket: Bucket, packed: jax.Array) -> tuple[Bucket, jax.Array]:
+        """A step in the size in which the drafter is shown it."""
+        shown = self._buckets.shown_for(bucket)
+        if shown == bucket:
+            return bucket, packed
+        return shown, put_replicated(pack(batch, shown, self._factory.sizes), self._replicated)
+
+    def _see(self, batch: ScheduledBatch, bucket: Bucket, state: DecodeState) -> None:
         """Counts what the drafter misses of steps without drafts, and shows it all of it before a step with them."""
         missed, slots = self._missed, [row.slot for row in batch.decode]
         if bucket.num_drafts:
-            most = int(missed[slots].max(initial=0))
-            for behind in range(0, most + 1 if most else 0, CATCH_UP_TOKENS):
-                number = put_replicated(np.int32(behind), self._replicated)
-                self._memory = self._catch_up[bucket](self._drafting.params, self._memory, state, packed, number)
+            behind = [row for row in batch.decode if missed[row.slot]]
+            size = self._catch_up_bucket.decode_rows
+            for first in range(0, len(behind), size):
+                self._show_missed(behind[first : first + size], state)
             missed[slots] = 0
         elif bucket.prefill_rows:  # it sees the last token, which helps where it has seen those before
             missed[slots] += missed[slots] > 0
@@ -198,6 +211,15 @@ class Speculator:
                 missed[chunk.slot] = missed[chunk.slot] + len(chunk.token_ids) if goes_on else 0
         else:
             missed[slots] += 1
+
+    def _show_missed(self, rows: Sequence[DecodeRow], state: DecodeState) -> None:
+        """Shows the drafter what it missed of a few rows, and their last tokens."""
+        step = ScheduledBatch(decode=tuple(rows), prefill=())
+        packed = put_replicated(pack(step, self._catch_up_bucket, self._factory.sizes), self._replicated)
+        most = max(int(self._missed[row.slot]) for row in rows)
+        for behind in range(0, most + 1, CATCH_UP_TOKENS):
+            number = put_replicated(np.int32(behind), self._replicated)
+            self._memory = self._catch_up(self._drafting.params, self._memory, state, packed, number)
 
     def observe(
         self,
@@ -223,8 +245,11 @@ class Speculator:
             end = chunk.start + len(chunk.token_ids)
             if end < len(chunk.sequence.token_ids):
                 following[row] = chunk.sequence.token_ids[end]
+        shown, packed = self._shown(batch, bucket, packed)
+        if shown != bucket:
+            features = self._resize[bucket](features)
         step = self._drafting.params, self._memory, state, packed, features, put_replicated(following, self._replicated)
-        self._memory = self._observe[bucket](*step, *((verified,) if bucket.num_drafts else ()))
+        self._memory = self._observe[shown](*step, *((verified,) if bucket.num_drafts else ()))
 
     def verify(
         self,
@@ -275,9 +300,10 @@ class _Compiler:
             f"feed drafter {bucket}", lambda: function.lower(*self._arguments(bucket)), bucket
         )
 
-    def catch_up(self, bucket: Bucket) -> None:
+    def catch_up(self) -> None:
+        bucket = self.owner._catch_up_bucket
         function = jax.jit(self.owner._functions.catch_up(bucket), donate_argnums=(1,))
-        self.owner._catch_up[bucket] = self._load(
+        self.owner._catch_up = self._load(
             f"drafter catches up {bucket}", lambda: function.lower(*self._arguments(bucket), self._like(())), bucket
         )
 
@@ -285,18 +311,21 @@ class _Compiler:
         owner, reader = self.owner, self.owner._drafting.reader
         if reader is None:
             raise ValueError("the drafter reads no hidden states")
-        tokens = bucket.decode_tokens + bucket.prefill_tokens
-        size = max(1, len(reader.tap_layers)) * owner._factory.config.hidden_size
-        step = [
-            self._like((tokens, size), owner._drafting.params.target.embedding.dtype),
-            self._like((bucket.prefill_rows,)),
-        ]
+        step = [self._features(bucket, reader), self._like((bucket.prefill_rows,))]
         if bucket.num_drafts:
             step.append(self._like((bucket.decode_rows, bucket.num_drafts + 3)))
         function = jax.jit(owner._functions.observe(reader, bucket), donate_argnums=(1,))
         owner._observe[bucket] = self._load(
             f"show drafter {bucket}", lambda: function.lower(*self._arguments(bucket), *step), bucket
         )
+
+    def resize(self, bucket: Bucket) -> None:
+        owner, reader = self.owner, self.owner._drafting.reader
+        if reader is None:
+            raise ValueError("the drafter reads no hidden states")
+        function = jax.jit(resize_features(bucket, owner._buckets.shown_for(bucket)), out_shardings=owner._replicated)
+        like = self._features(bucket, reader)
+        owner._resize[bucket] = self._load(f"resize for drafter {bucket}", lambda: function.lower(like))
 
     def verify(self, key: VerifyProgram) -> None:
         bucket, rows, vocab_size = key.bucket, key.bucket.decode_rows, self.owner._factory.config.vocab_size
@@ -326,6 +355,11 @@ class _Compiler:
         owner = self.owner
         memory = self.cache if owner._drafter.uses_target_cache else owner._memory
         return owner._drafting.params, memory, self.state, self._like((packed_size(bucket, owner._factory.sizes),))
+
+    def _features(self, bucket: Bucket, reader: HeadDrafter) -> Any:
+        tokens = bucket.decode_tokens + bucket.prefill_tokens
+        size = max(1, len(reader.tap_layers)) * self.owner._factory.config.hidden_size
+        return self._like((tokens, size), self.owner._drafting.params.target.embedding.dtype)
 
     def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.owner._replicated)

@@ -61,6 +61,8 @@ def lean_engine(
         draft_lengths=(length,) if length else (),
         drafting_rows=(3,) if length else (),
         verify_modes=("full",),
+        shown_decode_rows=(3,) if length else (),
+        shown_prefill_tokens=(16,) if length else (),
     )
     mesh = make_mesh(jax.devices("cpu"), tensor_parallel_size)
     target = Model(MODEL_CONFIG, _placed(Model(MODEL_CONFIG, params or tiny_params()), mesh))

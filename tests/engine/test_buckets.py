@@ -12,8 +12,9 @@ from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.request import Request
 from jaxserve.engine.schedule import DecodeRow, PrefillChunk, ScheduledBatch
 from jaxserve.engine.sequence import Sequence
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import SamplingMode, SamplingParams
 
+COSTS: tuple[SamplingMode, ...] = ("greedy", "random", "filtered", "full")
 SEQUENCE = Sequence(
     request=Request("request", (1,), SamplingParams(), arrival_time=0.0),
     index=0,
@@ -23,13 +24,14 @@ SEQUENCE = Sequence(
 )
 
 
-def step(decode_rows: int, chunk_lengths: list[int]) -> ScheduledBatch:
+def step(decode_rows: int, chunk_lengths: list[int], num_drafts: int = 0) -> ScheduledBatch:
     return ScheduledBatch(
         decode=tuple(DecodeRow(SEQUENCE, slot, -1, -1) for slot in range(decode_rows)),
         prefill=tuple(
             PrefillChunk(SEQUENCE, slot, 0, (1,) * length, (), True, 0)
             for slot, length in enumerate(chunk_lengths, start=decode_rows)
         ),
+        num_drafts=num_drafts,
     )
 
 
@@ -44,6 +46,7 @@ def limits_and_steps(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[int, l
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_prefill_rows": max_prefill_rows,
         "few_programs": draw(st.booleans()),
+        "num_speculative_tokens": draw(st.integers(0, min(8, max_num_batched_tokens - 1))),
     }
     steps = [(draw(st.integers(1, max_num_seqs)), []), (max_num_seqs, [])]
     chunks = draw(st.integers(1, max_prefill_rows))
@@ -69,11 +72,72 @@ def test_every_step_has_a_bucket_that_holds_it(case: tuple[dict[str, Any], list[
         assert bucket.prefill_rows >= len(chunks)
         assert bucket.prefill_tokens >= sum(chunks)
     for bucket in compiled:
-        assert bucket.rows <= buckets.sample_rows_for(bucket) in buckets.sample_rows
+        logits = buckets.sample_rows_for(bucket)
+        assert logits == bucket.rows if bucket.num_drafts else bucket.rows <= logits in buckets.sample_rows
         # No shape is larger than what a step may have, but that GPU kernels want decode rows beside prefill in eights.
         most = limits["max_num_seqs"]
         assert bucket.decode_rows <= (most if limits["few_programs"] or not bucket.prefill_rows else -(-most // 8) * 8)
         assert bucket.prefill_tokens <= limits["max_num_batched_tokens"]
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(1, 8),
+    st.booleans(),
+    st.sampled_from(COSTS),
+    st.booleans(),
+)
+def test_every_step_with_drafts_has_a_bucket_and_its_verification(
+    max_num_seqs: int, num_drafts: int, few_programs: bool, mode: SamplingMode, masked: bool
+) -> None:
+    buckets = make_buckets(
+        max_num_seqs, 2048, min(16, max_num_seqs), few_programs=few_programs, num_speculative_tokens=num_drafts
+    )
+    modes = buckets.masked_modes if masked else buckets.verify_modes
+    served: SamplingMode = next(kind for kind in modes if COSTS.index(kind) >= COSTS.index(mode))
+    for length in buckets.draft_lengths:
+        for rows in {1, buckets.drafting_rows[-1] // 2 + 1, buckets.drafting_rows[-1]}:
+            bucket = buckets.for_batch(step(rows, [], length), is_rare=buckets.is_rare(served, masked))
+            assert bucket in buckets.all()
+            assert bucket.decode_rows >= rows
+            assert bucket.num_drafts == length
+            assert (served, masked) in buckets.verifications(bucket)
+            assert (served, False) in buckets.verifications(bucket)  # a step with constraints may have no masks
+
+
+def test_drafts_that_are_verified_as_most_are_pad_no_more_rows_than_steps_without() -> None:
+    buckets = make_buckets(64, 2048, 16, few_programs=False, num_speculative_tokens=5)
+    for rows in range(1, 65):
+        for mode in ("greedy", "filtered"):
+            assert (mode, False) in buckets.verifications(buckets.for_batch(step(rows, [], 5)))
+        assert buckets.for_batch(step(rows, [], 5)).decode_rows == buckets.for_batch(step(rows, [])).decode_rows
+        rare = buckets.for_batch(step(rows, [], 2))
+        assert rare == buckets.for_batch(step(rows, [], 2), is_rare=True)
+        assert rare.decode_rows <= max(16, 4 * rows)
+
+
+@given(limits_and_steps())
+def test_a_drafter_is_shown_every_step_with_prompts_whole(case: tuple[dict[str, Any], list[Any]]) -> None:
+    limits, _ = case
+    limits |= {"num_speculative_tokens": 1, "max_num_batched_tokens": 512}
+    buckets = make_buckets(**limits)
+    for bucket in buckets.all():
+        shown = buckets.shown_for(bucket)
+        assert shown.decode_rows >= bucket.decode_rows
+        assert shown.prefill_rows == bucket.prefill_rows
+        assert bucket.prefill_tokens <= shown.prefill_tokens <= max(256, 2 * bucket.prefill_tokens)
+        assert shown == bucket or bucket.prefill_rows
+
+
+def test_speculation_needs_fewer_sizes_of_steps_with_prompts() -> None:
+    plain = buckets_of(64, 2048, 16)
+    drafting = make_buckets(64, 2048, 16, few_programs=False, num_speculative_tokens=3)
+
+    def with_prompts(buckets: Buckets) -> int:
+        return sum(bucket.prefill_rows > 0 for bucket in buckets.all())
+
+    shown = {drafting.shown_for(bucket) for bucket in drafting.all() if bucket.prefill_rows}
+    assert with_prompts(drafting) + len(shown) < with_prompts(plain)
 
 
 def buckets_of(max_num_seqs: int, max_num_batched_tokens: int, max_prefill_rows: int) -> Buckets:

@@ -11,9 +11,9 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.decode_state import empty_state
-from jaxserve.engine.device_batch import Sizes
+from jaxserve.engine.device_batch import Bucket, Sizes
 from jaxserve.engine.processor_state import count_verified, empty_processors, rows_of
-from jaxserve.engine.speculative_programs import process_positions
+from jaxserve.engine.speculative_programs import process_positions, resize_features
 from jaxserve.models.logit_processors import process_logits
 from jaxserve.models.speculative_sampling import Drafts
 from jaxserve.progress import NoProgress
@@ -22,6 +22,13 @@ from tests.tiny_engine import MODEL_CONFIG, tiny_params
 
 VOCAB = 11
 SLOTS = 4
+
+
+def test_features_of_a_step_lie_where_those_of_a_larger_one_do() -> None:
+    step, larger = Bucket(2, 4, 3), Bucket(4, 4, 5)
+    features = jnp.arange(1, 6, dtype=jnp.float32)[:, None] * jnp.ones((1, 2))
+    resized = resize_features(step, larger)(features)
+    assert resized[:, 1].tolist() == [1, 2, 0, 0, 3, 4, 5, 0, 0]
 
 
 def test_penalties_and_min_tokens_at_a_position_know_the_drafts_before_it() -> None:
