@@ -107,6 +107,10 @@ class AnswerRules:
         texts = "\n".join(text for structure in tags[0].structures for text in (structure.begin, structure.end))
         return frozenset(token_id for spelling, token_id in self._control_ids.items() if spelling in texts)
 
+    def prepare(self) -> None:
+        """Begins what the first grammar would have to wait for."""
+        self._grammars.prepare()
+
     def close(self) -> None:
         self._grammars.close()
 

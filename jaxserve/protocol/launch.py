@@ -70,7 +70,6 @@ def launch(
         if isinstance(engine, RemoteEngine)
         else GrammarCompiler(tokenizer)
     )
-    compiler.prepare()
     service = OpenAIService(
         engine,
         tokenizer,

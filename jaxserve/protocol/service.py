@@ -233,6 +233,10 @@ class OpenAIService:
             max_model_len=self.engine.max_model_len,
         )
 
+    def prepare_grammars(self) -> None:
+        """Begins, in the background, what the first grammar would have to wait for: a process that knows the vocabulary."""
+        self._rules.prepare()
+
     def close(self) -> None:
         """Stops the engine and the text threads; answers that still run fail."""
         self._rules.close()  # at once, while an engine may not come back

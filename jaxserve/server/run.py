@@ -49,7 +49,7 @@ def serve(
         jax.config.update("jax_platforms", "cpu")
 
     def load() -> OpenAIService:
-        return launch(
+        service = launch(
             model,
             engine_config,
             progress,
@@ -59,6 +59,8 @@ def serve(
             pinned_prompt=server_config.pinned_prompt,
             engine_process=setup if own_process else None,
         )
+        service.prepare_grammars()
+        return service
 
     exit_code = run(load, server_config)
     if engine_config.nnodes > 1 and exit_code == EXIT_FAILED:

@@ -43,6 +43,10 @@ class Compiler(Protocol):
         """
         ...
 
+    def prepare(self) -> None:
+        """Begins what the first grammar would have to wait for: some seconds for a large vocabulary."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -106,7 +110,7 @@ class ForwardingCompiler:
                     self._forget(grammar, entry)
 
     def prepare(self) -> None:
-        """Begins what the first grammar would have to wait for: some seconds for a large vocabulary."""
+        """As `Compiler.prepare`."""
         self.future(Grammar("regex", "a"))  # what goes wrong with it is told to the first that asks for a grammar
 
     def close(self) -> None:

@@ -157,7 +157,7 @@ def test_they_end_with_the_process_that_asks() -> None:
 import asyncio
 from tests.structured.test_trials import *
 async def main():
-    compiler = GrammarCompiler(byte_tokenizer(), time_limit=3600.0)
+    compiler = GrammarCompiler(byte_tokenizer(), time_limit=3600.0, memory_limit=1 << 40)
     await compiler.compile(Grammar("regex", "a"))
     asyncio.create_task(compiler.compile(endless(0)))
     await asyncio.sleep(0.1)
@@ -170,7 +170,7 @@ asyncio.run(main())
         processes = descendants(parent.pid)
         parent.kill()
     assert len(processes) >= 2
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 10
     while any(state_of(process) not in (b"", b"Z") for process in processes):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -195,8 +195,13 @@ async def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
         assert asked[0].cancelled() is is_last
     again = asyncio.create_task(compiler.compile(grammar))
     await asyncio.sleep(0)
-    asked[1].set_result(rule := compiled(grammar))
-    assert await again is rule and len(asked) == 2
+    asked[1].set_exception(QueueFullError("later"))
+    with pytest.raises(QueueFullError):
+        await again
+    again = asyncio.create_task(compiler.compile(grammar))
+    await asyncio.sleep(0)
+    asked[2].set_result(rule := compiled(grammar))
+    assert await again is rule is await compiler.compile(grammar) and len(asked) == 3
 
 
 def descendants(process: int) -> list[int]:
