@@ -190,10 +190,11 @@ class _Process:
         self._slot.start_draining()
         deadline = asyncio.get_running_loop().time() + timeout
         drained = await service.engine.wait_drained(timeout)
-        if drained and await self._finish_responses(max(deadline - asyncio.get_running_loop().time(), 0.1)):
+        left = max(deadline - asyncio.get_running_loop().time(), 0.1)
+        if drained and await self._finish_responses(left, cuts=False):
             return EXIT_FAILED if service.engine.failure is not None else EXIT_OK
         logger.warning("shutdown timeout of %g s is over: ending the answers that still run", timeout)
-        await self._call_in_time(service.engine.shutdown, "the engine does not stop", _STOP_SECONDS)
+        await self._call_in_time(service.close, "the engine does not stop", _STOP_SECONDS)
         await self._finish_responses(_FLUSH_SECONDS)
         return EXIT_CUT_SHORT
 
@@ -212,14 +213,18 @@ class _Process:
         else:
             call.result.result()
 
-    async def _finish_responses(self, timeout: float) -> bool:
-        """Waits until every request was answered; False if that takes longer than `timeout` seconds."""
+    async def _finish_responses(self, timeout: float, *, cuts: bool = True) -> bool:
+        """Waits until every request was answered; False if that takes longer than `timeout` seconds.
+
+        Args:
+            cuts: those that were not are ended without an answer.
+        """
         try:
             async with asyncio.timeout(timeout):
                 while tasks := set(self._server.server_state.tasks):
                     await asyncio.wait(tasks)
         except TimeoutError:
-            for task in self._server.server_state.tasks:
+            for task in self._server.server_state.tasks if cuts else ():
                 task.cancel()
             return False
         return True
