@@ -44,8 +44,8 @@ def quantized_matmul(
         input_scale: float32; with quantize_activations, this factor for every row.
         residual: added in float32 before the result is rounded; in out_dtype.
         out_dtype: dtype of the result; x's when not given.
-        implementation: "xla" runs anywhere; None takes it as well, since the Hopper kernel, "mosaic_gpu", has not been
-            measured yet. That one is for up to 64 rows of bfloat16.
+        implementation: "xla" runs anywhere; None takes it as well, since not all tests of the Hopper kernel,
+            "mosaic_gpu", have run on a card yet. That one is for up to 64 rows of bfloat16.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together.

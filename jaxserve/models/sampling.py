@@ -108,9 +108,9 @@ def _smallest_cut(
     Exact and free of sorting: distances are not negative, so that their bit patterns are ordered as they are, and the cut's
     is found some bits at a time. If the goal is never reached (rounding), the cut is infinite.
     """
-    # Where memory bounds a pass over the vocabulary, a few more sums in it are free.
+    # Measured on an H200: with 8 rows two bits a pass are fastest, with 64 rows three are a little faster.
     return lax.platform_dependent(
-        distances, weights, goal, cpu=partial(_search_cut, bits_a_pass=1), default=partial(_search_cut, bits_a_pass=4)
+        distances, weights, goal, cpu=partial(_search_cut, bits_a_pass=1), default=partial(_search_cut, bits_a_pass=2)
     )
 
 
