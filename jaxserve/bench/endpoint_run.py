@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -56,7 +57,7 @@ def measure_endpoint(
                 "workload": options.workload.name,
                 "python": platform.python_version(),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "command": " ".join(command),
+                "command": shlex.join(command),
             }
             write_environment(folder, environment)
         summaries, _ = run_loads(target, options, judge=_as_it_is, on_summary=on_summary, folder=folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import shlex
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -126,15 +127,20 @@ def judge_of(
 
     def judge(summary: Summary, runs: Sequence[RunResult]) -> Summary:
         replicas = num_devices // config.tensor_parallel_size
-        floor = step_floor_ms(
-            model,
-            jnp.dtype(config.dtype),
-            engine.device_kind,
-            batch=summary.mean_running / replicas,
-            context=workload.mean_context,
-            num_devices=config.tensor_parallel_size,
-            bandwidth=ceiling.bandwidth,
-            cache_dtype=resolve_cache_dtype(config, jnp.dtype(config.dtype)),
+        # With drafts a step gives a sequence several tokens: what it takes at least is no floor of the time for one.
+        floor = (
+            None
+            if config.speculative_config is not None
+            else step_floor_ms(
+                model,
+                jnp.dtype(config.dtype),
+                engine.device_kind,
+                batch=summary.mean_running / replicas,
+                context=workload.mean_context,
+                num_devices=config.tensor_parallel_size,
+                bandwidth=ceiling.bandwidth,
+                cache_dtype=resolve_cache_dtype(config, jnp.dtype(config.dtype)),
+            )
         )
         prompts = sum(record.prompt_tokens for run in runs for record in run.records)
         outputs = sum(record.output_tokens for run in runs for record in run.records)
@@ -174,5 +180,5 @@ def engine_environment(
         "jax": jax.__version__,
         "python": platform.python_version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(command),
+        "command": shlex.join(command),
     }

@@ -128,7 +128,7 @@ def run(
             )
             outcome = measure_endpoint(
                 endpoint_options, bench_options, name=name or endpoint, vocab_size=vocab_size, client=client,
-                client_processes=client_processes, on_summary=show, folder=folder_of(output), command=sys.argv,
+                client_processes=client_processes, on_summary=show, folder=folder_of(output), command=_command(),
             )  # fmt: skip
         else:
             claim_device_memory(gpu_memory_utilization, tensor_parallel_size)
@@ -192,7 +192,7 @@ def measure_model(
     if http_client is not None:
         check_packages(http_client)  # before minutes of compiling
     config, folder = engine_config(settings), folder_of(output)
-    run = ModelRun(model, name or model, tuple(sys.argv), bench_options, temperature, show, folder)
+    run = ModelRun(model, name or model, _command(), bench_options, temperature, show, folder)
     setup = ProcessSetup(partial(configure_logging, verbose), progress_on)
     engine = None
     try:
@@ -223,6 +223,12 @@ def measure_model(
 
 def show(summary: Summary) -> None:
     typer.echo(f"  {summary.load.label}: TPOT {summary.tpot_ms['mean']:.2f} ms", err=True)
+
+
+def _command() -> tuple[str, ...]:
+    """The command line as anybody would type it, whatever started Python and wherever that lies."""
+    program = Path(sys.argv[0]).name
+    return ("jaxserve" if program == "__main__.py" else program, *sys.argv[1:])
 
 
 def folder_of(output: Path | None) -> Path | None:

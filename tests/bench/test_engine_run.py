@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +27,12 @@ from jaxserve.bench.records import Load, RequestRecord, RunResult, summarize
 from jaxserve.bench.results import find_series, read_series, write_environment, write_one_file
 from jaxserve.bench.run import BenchOptions
 from jaxserve.bench.workload import load_workload
+from jaxserve.cli.bench import _command
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.models.presets import preset_config
 from jaxserve.progress import NoProgress
+from jaxserve.speculative_config import SpeculativeConfig
 from tests.tiny_engine import MODEL_CONFIG, tiny_engine
 
 CEILING = Ceiling(1e9, 1e12, "table")
@@ -130,6 +134,25 @@ def test_floor_and_compute_are_judged_for_what_ran(engine: EngineClient) -> None
     assert summary.compute_utilization == pytest.approx(
         tokens_per_second * operations_per_token(MODEL_CONFIG, 16) / 1e12
     )
+
+
+def test_steps_with_drafts_have_no_floor_for_a_token(engine: EngineClient) -> None:
+    speculating = SimpleNamespace(
+        config=replace(engine.config, speculative_config=SpeculativeConfig("ngram", 3)),
+        model_config=engine.model_config,
+        device_kind=engine.device_kind,
+    )
+    run = RunResult([RequestRecord(10, 12, 0.0, 0.1, 1.2, index=0)], 1.2, 24.0)
+    judge = judge_of(speculating, load_workload("fixed:10/12"), CEILING)  # pyright: ignore[reportArgumentType]
+    summary = judge(summarize(Load("concurrency", 1), [run]), [run])
+    assert summary.floor_ms is None and summary.bandwidth_utilization is None
+    assert summary.compute_utilization
+
+
+@pytest.mark.parametrize("program", ["/opt/venv/jaxserve/__main__.py", "/opt/venv/bin/jaxserve"])
+def test_the_command_of_a_run_is_told_as_anybody_would_type_it(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "bench", "run", "llama-3-8b", "--name", "two words"])
+    assert _command() == ("jaxserve", "bench", "run", "llama-3-8b", "--name", "two words")
 
 
 def test_a_setting_that_the_engine_does_not_have_is_named() -> None:
