@@ -30,10 +30,10 @@ class GrammarMasks:
         written = np.zeros((len(own), self.vocabulary.num_words), np.int32)
         for place, state in enumerate(own):
             if state._run:
-                written[place, state._run[0] // 32] = np.uint32(1 << state._run[0] % 32).view(np.int32)
+                written[place, state._run[0] // 32] = _bit_of(state._run[0])
         if asked:
             self.vocabulary.executor.unsafe_compute_mask_ptr(asked, written.ctypes.data, 4 * written.shape[1], len(own))
-        written[:, self.vocabulary.end_id // 32] &= ~(1 << self.vocabulary.end_id % 32)
+        written[:, self.vocabulary.end_id // 32] &= ~_bit_of(self.vocabulary.end_id)
         shared = min(masks.shape[1], written.shape[1])
         masks[rows, :shared] = written[:, :shared]
         masks[rows, shared:] = 0
@@ -85,7 +85,7 @@ class GrammarState:
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             raise ConstraintError(self._error())
-        words[self._vocabulary.end_id // 32] &= ~(1 << self._vocabulary.end_id % 32)
+        words[self._vocabulary.end_id // 32] &= ~_bit_of(self._vocabulary.end_id)
         shared = min(len(mask), len(words))
         mask[:shared] |= words[:shared]
 
@@ -158,3 +158,8 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar
 def compile_source(source: str, vocabulary: Vocabulary) -> CompiledGrammar:
     """As `compile_grammar`, from what `library_grammar` has made."""
     return CompiledGrammar(make_matcher(source, vocabulary.tokenizer), vocabulary)
+
+
+def _bit_of(token_id: int) -> np.int32:
+    """In its word of a mask; a Python number would not fit there if it is the last bit."""
+    return np.uint32(1 << token_id % 32).view(np.int32)

@@ -10,9 +10,9 @@ import pytest
 from jaxserve.constraint import ConstraintError, TokenConstraint
 from jaxserve.structured.compiler import GrammarCompiler
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.grammar import Grammar
+from jaxserve.structured.grammar import Grammar, compile_grammar
 from tests.fakes import MODEL_CONFIG, byte_tokenizer
-from tests.structured.grammars import allowed, compiled, looked_ahead, refused_at, tokens_of
+from tests.structured.grammars import allowed, compiled, looked_ahead, refused_at, tokens_of, vocabulary_of
 
 CHOICES = ["a/b", "c.d\n", 'é"', "ab", "abc", "{x}"]
 
@@ -79,6 +79,17 @@ def test_masks_written_together_are_those_written_one_by_one(num_words: int) -> 
         assert (masks[row] == expected).all()
     assert masks[4].any() and not masks[3].any()
     assert (masks[[2, 5]] == -1).all()
+
+
+def test_a_vocabulary_may_fill_all_but_one_bit_of_its_masks() -> None:
+    vocabulary = vocabulary_of("abcdefghijklmnopqrstuvwxyz01234")
+    assert vocabulary.end_id == 31
+    state = compile_grammar(Grammar("regex", "a[b4]?"), vocabulary).start()
+    state.accept(0)
+    masks = np.zeros((1, 1), np.int32)
+    assert state.batch is not None and state.batch.write([state], masks, [0]) == {}
+    assert tokens_of(masks[0]) == allowed(state, 31) == [1, 30]
+    assert state.is_complete
 
 
 def test_what_is_known_to_be_forced_is_told_and_masked_without_asking_again() -> None:
