@@ -62,7 +62,8 @@ def validate(model: type[RequestT], fields: dict[str, Any]) -> RequestT:
 
 
 def _bad_request(error: ErrorDetails, fields: dict[str, Any]) -> BadRequestError:
-    is_key = error["loc"][-1:] == ("[key]",)  # the step before it is the key itself
+    # The step before it is the key itself, unless a client calls one so.
+    is_key = error["loc"][-1:] == ("[key]",) and error["loc"][-2:-1] == (error["input"],)
     param = _path(error["loc"][:-2] if is_key else error["loc"], fields)
     if error["type"] == "missing":
         return BadRequestError(f"`{param}` is missing", param=param, code="missing_required_parameter")

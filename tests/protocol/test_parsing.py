@@ -155,6 +155,8 @@ def test_what_is_too_long_in_metadata_is_told() -> None:
     assert error.param == "metadata.place"
     assert "at most 512 characters" in error.message and len(error.message) < 300
     assert refusal(metadata={"place": 5}).param == "metadata.place"
+    error = refusal(metadata={"[key]": 5})
+    assert error.param == "metadata.[key]" and error.message.startswith("`metadata.[key]`: input should be")
     long = refusal(metadata={"k" * 5000: "v" * 5000})
     assert len(long.message) + len(long.param or "") < 600
 
