@@ -16,7 +16,7 @@ from jaxserve.protocol.answer_start import AnswerStarter
 from jaxserve.protocol.assembly import Answer
 from jaxserve.protocol.chunk_stream import ChunkStream
 from jaxserve.protocol.engine_protocol import Engine
-from jaxserve.protocol.errors import BadRequestError, NotFoundError, from_engine_error
+from jaxserve.protocol.errors import ApiError, BadRequestError, NotFoundError, from_engine_error
 from jaxserve.protocol.observer import RequestObserver
 from jaxserve.protocol.prompts import PromptBuilder
 from jaxserve.protocol.requests import (
@@ -303,7 +303,26 @@ class OpenAIService:
             )
 
     async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """The work's result.
+
+        Raises:
+            UnavailableError: this was closed before the work's turn.
+        """
+        try:
+            future = self._threads.submit(work)
+        except RuntimeError:  # the threads were shut down
+            raise _stopped() from None
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if future.cancelled() and task is not None and not task.cancelling():
+                raise _stopped() from None
+            raise
+
+
+def _stopped() -> ApiError:
+    return from_engine_error(EngineStoppedError("the engine has stopped"))
 
 
 def _told(tools: Sequence[Tool]) -> list[dict[str, Any]]:

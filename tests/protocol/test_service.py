@@ -1,6 +1,7 @@
 """Answers assembled from an engine's tokens: the same streamed and not, and nothing left running."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from jaxserve.protocol.errors import (
 )
 from jaxserve.protocol.parsing import parse_chat_request, parse_completion_request
 from jaxserve.protocol.responses import ChatCompletion, ChatCompletionChunk, Completion
-from jaxserve.protocol.service import OpenAIService
+from jaxserve.protocol.service import TEXT_THREADS, OpenAIService
 from tests.fakes import EOS, MODEL_NAME, FakeEngine, endless, fake_service, say
 
 pytestmark = pytest.mark.anyio
@@ -364,6 +365,32 @@ async def test_closed_streams_end_in_the_engine(chunks_read: int) -> None:
             await anext(stream)
         await stream.aclose()
     assert not engine.live
+
+
+async def test_who_is_not_tokenized_when_the_service_ends_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = fake_service(FakeEngine(say("x")))
+    is_begun, may_go_on = threading.Event(), threading.Event()
+    encode = service.tokenizer.encode
+
+    def slow_encode(*args: Any, **options: Any) -> Any:
+        is_begun.set()
+        assert may_go_on.wait(20)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(service.tokenizer, "encode", slow_encode)
+    tasks = [asyncio.create_task(complete(service, "hi")) for _ in range(TEXT_THREADS + 2)]
+    while not is_begun.is_set():
+        await asyncio.sleep(0.001)
+    tasks[-1].cancel()  # its client leaves: that is no end of the service
+    await asyncio.sleep(0)
+    service.close()
+    late = asyncio.create_task(complete(service, "hi"))
+    await asyncio.sleep(0)
+    may_go_on.set()
+    *refused, left, too_late = await asyncio.gather(*tasks, late, return_exceptions=True)
+    assert isinstance(left, asyncio.CancelledError)
+    for error in (*refused, too_late):
+        assert isinstance(error, UnavailableError) and error.code is not None
 
 
 async def test_normal_answers_abort_nothing() -> None:
