@@ -64,8 +64,8 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     return result
 
 
-class _TooMuchError(ValueError):
-    """A client sends more than it may. Raised in a callback of the parser, which then gives up."""
+class _RefusedError(ValueError):
+    """A client sends too much, or what nothing can be made of. Raised in a callback of the parser, which then gives up."""
 
 
 class _Connection(HttpToolsProtocol):
@@ -175,15 +175,17 @@ class _Connection(HttpToolsProtocol):
         """The parser gives up when one of these raises, and the request gets a 400."""
         self._parsed_head_bytes += len(name) + len(value) + len(b": \r\n")
         if self._parsed_head_bytes > MAX_HEAD_BYTES:
-            raise _TooMuchError(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+            raise _RefusedError(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        if _path_of(self.url) is None:
+            raise _RefusedError("the request's target has no path")
         super().on_headers_complete()
+        self._in_head = False
         self._cycles = [cycle for cycle in self._unanswered if cycle is not self.cycle] + [self.cycle]
         if len(self.pipeline) > MAX_PIPELINED:
-            raise _TooMuchError(f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
+            raise _RefusedError(f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
         if self.pipeline:
             self.flow.resume_reading()
         self._await_body()
@@ -194,7 +196,7 @@ class _Connection(HttpToolsProtocol):
         if not self.pipeline:
             return  # whoever answers the request takes its body
         if sum(len(cycle.body) for cycle, _ in self.pipeline) > MAX_PIPELINED_BYTES:
-            raise _TooMuchError(f"more than {MAX_PIPELINED_BYTES} bytes of bodies were sent ahead of their answers")
+            raise _RefusedError(f"more than {MAX_PIPELINED_BYTES} bytes of bodies were sent ahead of their answers")
         self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
@@ -300,7 +302,7 @@ class _Connection(HttpToolsProtocol):
 def _reason(error: httptools.HttpParserError) -> str:
     """Why the parser gave up, for the client and the log."""
     cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
-    if isinstance(cause, _TooMuchError):
+    if isinstance(cause, _RefusedError):
         return str(cause)
     if not isinstance(cause, httptools.HttpParserError):
         logger.error("a request could not be taken", exc_info=cause)

@@ -61,6 +61,8 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[int, str, dict[str, Any
         (b"GARBAGE\r\n\r\n", 400, None, None, None),
         (b"\x16\x03\x01 no HTTP\r\n\r\n", 400, None, None, None),
         (b"GET /a b HTTP/1.1\r\n\r\n", 400, "GET", "/a", None),
+        (b"GET http://host HTTP/1.1\r\nx-request-id: q1\r\n\r\n", 400, "GET", None, "q1"),
+        (b"CONNECT host:80 HTTP/1.1\r\nx-request-id: q1\r\n\r\n", 400, "CONNECT", None, "q1"),
         (HEAD + b"content-length: 5\r\nno header\r\n\r\n", 400, "POST", "/v1/completions", "q1"),
         (HEAD + b"transfer-encoding: chunked\r\n\r\n5\r\n{\"pro\r\nZZ\r\n", 400, "POST", "/v1/completions", "q1"),
         (b"GET /he%61lth HTTP/1.1\r\nx-request-id: q1\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n",
@@ -69,7 +71,10 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[int, str, dict[str, Any
         (HEAD, 408, "POST", "/v1/completions", "q1"),
         (HEAD + b"content-length: 50\r\n\r\n{\"prompt\"", 408, "POST", "/v1/completions", "q1"),
     ],
-    ids=["a word", "TLS", "a URL", "a header", "a chunk", "a chunk of no use", "a bit", "half a head", "half a body"],
+    ids=[
+        "a word", "TLS", "a URL", "no path", "a proxy's", "a header", "a chunk", "a chunk of no use", "a bit",
+        "half a head", "half a body",
+    ],
 )  # fmt: skip
 async def test_refusals_are_told_and_logged_once_under_one_id(
     sent: bytes, status: int, method: str | None, path: str | None, request_id: str | None,
