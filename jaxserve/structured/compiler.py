@@ -123,8 +123,12 @@ class ForwardingCompiler:
             entry.future.add_done_callback(lambda future: self._keep_or_forget(grammar, entry))
         if grammar in self._entries:  # else it failed at once
             self._entries.move_to_end(grammar)
-        if len(self._entries) > _KEPT:
-            self._entries.popitem(last=False)
+        # Whoever comes for one that still compiles is to share it; how many those may be is limited elsewhere.
+        excess = len(self._entries) - _KEPT
+        if excess > 0:
+            done = [kept for kept, other in self._entries.items() if other.future.done()]
+            for kept in done[:excess]:
+                del self._entries[kept]
         return entry
 
     def _keep_or_forget(self, grammar: Grammar, entry: _Entry) -> None:

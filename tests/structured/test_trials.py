@@ -220,3 +220,29 @@ def state_of(process: int) -> bytes:
         with suppress(OSError):
             states.append(thread.read_bytes().rpartition(b")")[2].split()[0])
     return b"R" if b"R" in states else b"".join(states[:1])
+
+
+@pytest.mark.anyio
+async def test_what_is_waited_for_is_shared_and_kept_however_much_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.structured.compiler._KEPT", 2)
+    asked: dict[str, Future[Constraint]] = {}
+
+    def submit(grammar: Grammar) -> Future[Constraint]:
+        assert grammar.source not in asked or asked[grammar.source].done(), "the same grammar twice at once"
+        return asked.setdefault(grammar.source, Future())
+
+    compiler = ForwardingCompiler(submit)
+    calls = [asyncio.create_task(compiler.compile(Grammar("regex", letter))) for letter in "abcda"]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    await asyncio.gather(calls[0], return_exceptions=True)
+    assert not asked["a"].cancelled()  # the last call still waits for it
+    for future in asked.values():
+        future.set_exception(GrammarError("wrong"))
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(result, GrammarError) for result in results[1:])
+    # Of those that are done, only the last are kept: beside "x", "a" is.
+    asked.clear()
+    for letter in "xad":
+        compiler.future(Grammar("regex", letter))
+    assert list(asked) == ["x", "d"]
