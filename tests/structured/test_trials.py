@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from jaxserve.engine.request import EngineStoppedError, QueueFullError
 from jaxserve.structured.compiler import ForwardingCompiler, GrammarCompiler
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.library_grammar import Grammar, first_line
+from jaxserve.text.tokenizer import Tokenizer
 from tests.fakes import byte_tokenizer
 from tests.structured.grammars import compiled, refused_at
 
@@ -202,6 +204,37 @@ async def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
     await asyncio.sleep(0)
     asked[2].set_result(rule := compiled(grammar))
     assert await again is rule is await compiler.compile(grammar) and len(asked) == 3
+
+
+def test_the_end_and_a_grammar_that_comes_meanwhile_do_not_wait_for_each_other() -> None:
+    may_load = threading.Event()
+
+    def load() -> Tokenizer:
+        may_load.wait()
+        return byte_tokenizer()
+
+    compiler = GrammarCompiler(load)
+    waiting = [compiler.future(Grammar("regex", str(number))) for number in range(16)]  # more than threads
+
+    def ask() -> None:
+        with suppress(EngineStoppedError):
+            compiler.future(Grammar("regex", "a"))
+
+    asker = threading.Thread(target=ask, daemon=True)
+
+    def ask_meanwhile(_: Future[Constraint]) -> None:
+        asker.start()
+        asker.join(0.5)  # or until it waits for the end
+
+    waiting[-2].add_done_callback(ask_meanwhile)
+    closer = threading.Thread(target=compiler.close, daemon=True)
+    closer.start()
+    closer.join(20)
+    is_closed = not closer.is_alive()
+    may_load.set()
+    assert is_closed and waiting[-1].cancelled()
+    asker.join(20)
+    assert not asker.is_alive()
 
 
 def descendants(process: int) -> list[int]:
