@@ -177,7 +177,7 @@ class GrammarCompiler(ForwardingCompiler):
     def close(self) -> None:
         """Grammars that wait are not compiled any more, and those that are tried are given up."""
         self._trials.close()
-        # With the lock, which what is cancelled comes to want: else whoever submits a grammar may have it, and wait for this.
+        # With the lock, which what is cancelled wants: else whoever submits a grammar may have it, and wait for this.
         with self._lock:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
