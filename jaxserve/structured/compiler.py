@@ -15,7 +15,7 @@ from jaxserve.constraint import Constraint
 from jaxserve.engine.request import EngineStoppedError, QueueFullError
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammar import CompiledGrammar, compile_source
-from jaxserve.structured.library_grammar import Grammar
+from jaxserve.structured.library_grammar import Grammar, check_length
 from jaxserve.structured.trial_process import TrialSetup
 from jaxserve.structured.trials import GrammarTrials
 from jaxserve.structured.vocabulary import Vocabulary, library_special_ids, library_tokens, make_vocabulary
@@ -72,6 +72,7 @@ class ForwardingCompiler:
 
     async def compile(self, grammar: Grammar) -> Constraint:
         """As `Compiler.compile`."""
+        check_length(grammar)  # before it is kept
         with self._lock:
             entry = self._entry(grammar)
             entry.num_waiting += 1

@@ -46,14 +46,21 @@ class Grammar:
         return Grammar("choice", json.dumps(choices, ensure_ascii=False))
 
 
+def check_length(grammar: Grammar) -> None:
+    """Raises:
+    GrammarError: it is too long.
+    """
+    if len(grammar.source) > MAX_GRAMMAR_LENGTH:
+        raise GrammarError(f"it has {len(grammar.source)} characters; the limit is {MAX_GRAMMAR_LENGTH}")
+
+
 def library_grammar(grammar: Grammar) -> str:
     """What `make_matcher` takes.
 
     Raises:
         GrammarError: the grammar is wrong, too long, or asks for what cannot be enforced.
     """
-    if len(grammar.source) > MAX_GRAMMAR_LENGTH:
-        raise GrammarError(f"it has {len(grammar.source)} characters; the limit is {MAX_GRAMMAR_LENGTH}")
+    check_length(grammar)
     try:
         return _library_grammar(grammar)
     except GrammarError:

@@ -206,6 +206,20 @@ async def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
     assert await again is rule is await compiler.compile(grammar) and len(asked) == 3
 
 
+@pytest.mark.anyio
+async def test_what_is_too_long_is_refused_without_being_sent_or_kept() -> None:
+    asked: list[Grammar] = []
+
+    def submit(grammar: Grammar) -> Future[Constraint]:
+        asked.append(grammar)
+        return Future()
+
+    compiler = ForwardingCompiler(submit)
+    with pytest.raises(GrammarError, match="256001 characters"):
+        await asyncio.wait_for(compiler.compile(Grammar("regex", "a" * 256_001)), 5)
+    assert asked == []
+
+
 def test_the_end_and_a_grammar_that_comes_meanwhile_do_not_wait_for_each_other() -> None:
     may_load = threading.Event()
 
