@@ -90,7 +90,7 @@ class EngineClient(SubmittingEngine):
         device_kind: str,
         replica: Replica = ONLY_REPLICA,
     ) -> None:
-        super().__init__()
+        super().__init__("request" if config.data_parallel_size == 1 else f"replica-{replica.number}-request")
         self.config = config
         self.model_config = model_config
         self.max_model_len = scheduler.limits.longest_sequence

@@ -40,9 +40,13 @@ class SubmittingEngine(ABC):
     """The ways into an engine, all of which come to `submit_as`; the same for one in this process, in another, or several.
 
     Safe to use from any thread.
+
+    Args:
+        request_name: that the ids of its own requests begin with; of no other engine that the same requests come to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, request_name: str = "request") -> None:
+        self._request_name = request_name
         self._request_numbers = itertools.count()
 
     @property
@@ -125,7 +129,7 @@ class SubmittingEngine(ABC):
         return True
 
     def _new_request_id(self) -> str:
-        return f"request-{next(self._request_numbers)}"
+        return f"{self._request_name}-{next(self._request_numbers)}"
 
 
 class Submissions:
@@ -196,9 +200,12 @@ class Submissions:
         """Counts a request, whose outputs go to `receiver` from now on.
 
         Raises:
+            ValueError: a request of that id is under way, whose outputs would be lost.
             QueueFullError: too many wait already.
         """
         with self._lock:
+            if request_id in self._unfinished:
+                raise ValueError(f"{request_id=} is that of a request that is under way: give each one of its own")
             self._check_queue(num_prompt_tokens, num_choices)
             self._receivers[request_id] = receiver
             self._unfinished[request_id] = set(range(num_choices))

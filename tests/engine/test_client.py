@@ -289,6 +289,21 @@ def test_a_prompt_is_pinned_beside_requests_whose_ids_another_engine_gave() -> N
         assert not pinned.is_alive()
 
 
+def test_the_id_of_a_request_that_is_under_way_is_refused_and_may_come_again_after_it() -> None:
+    gate = Gate()
+    gate.free_steps = 1
+    sampling = SamplingParams(max_tokens=5, seed=2, ignore_eos=True)
+    with engine(gate=gate) as client:
+        first, again = Collected(), Collected()
+        client.submit_as("mine", PROMPT, sampling, first)
+        with pytest.raises(ValueError, match="'mine' is that of a request that is under way"):
+            client.submit_as("mine", PROMPT, sampling, Collected())
+        gate.opened.set()
+        assert first.tokens() == solo_tokens(PROMPT, 2, 5)
+        client.submit_as("mine", PROMPT, sampling, again)
+        assert again.tokens() == solo_tokens(PROMPT, 2, 5)
+
+
 def test_a_pinned_prompt_that_cannot_be_served_is_refused() -> None:
     with engine() as client, pytest.raises(RequestError, match="leaves no room"):
         client.pin_prompt(list(range(30)) * 4)
