@@ -217,7 +217,7 @@ class Speculator:
         step = ScheduledBatch(decode=tuple(rows), prefill=())
         packed = put_replicated(pack(step, self._catch_up_bucket, self._factory.sizes), self._replicated)
         most = max(int(self._missed[row.slot]) for row in rows)
-        for behind in range(0, most + 1, CATCH_UP_TOKENS):
+        for behind in reversed(range(0, most + 1, CATCH_UP_TOKENS)):  # later tokens look at the keys of earlier ones
             number = put_replicated(np.int32(behind), self._replicated)
             self._memory = self._catch_up(self._drafting.params, self._memory, state, packed, number)
 

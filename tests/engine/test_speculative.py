@@ -213,6 +213,14 @@ def test_a_drafter_catches_up_on_steps_without_drafts(plain: EngineClient, confi
                 assert stats.num_accepted_tokens == stats.num_draft_tokens
             before = stats.num_draft_tokens
         assert engine.stats().forced_tokens > 0
+        for seed in range(8):
+            prompt = random.Random(seed).choices(range(VOCAB_SIZE), k=3)
+            drawn = SamplingParams(max_tokens=61, temperature=1.0, seed=seed)
+            assert ask(engine, prompt, drawn) == ask(plain, prompt, drawn)
+        stats = engine.stats().speculative
+        assert stats is not None
+        if config is DRAFT_MODEL:  # what was missed longest ago comes first: what follows looks at it
+            assert stats.num_accepted_tokens == stats.num_draft_tokens
 
 
 @pytest.mark.long
