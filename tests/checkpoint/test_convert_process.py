@@ -217,13 +217,6 @@ def test_memory_is_of_the_largest_piece_alone(tmp_path: Path, quantization: str)
     done = python(PEAKS, quantization, str(small), str(large))
     assert done.returncode == 0, done.stderr
     of_small, of_large = map(int, done.stdout.split())
-    print(
-        of_small / 1e6,
-        of_large / 1e6,
-        small_layer / 1e6,
-        large_layer / 1e6,
-        (of_large - of_small) / (large_layer - small_layer),
-    )
     assert of_large - of_small < 1.8 * (large_layer - small_layer)
 
 
