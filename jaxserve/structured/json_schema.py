@@ -8,7 +8,7 @@ to fewer spellings than there are.
 
 from __future__ import annotations
 
-import itertools
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -35,6 +35,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_MAX_PASSES = 32  # over all references: one for each time that they turn back in the order of what they refer to
 _ESCAPES = "\b\f\n\r\t"  # control characters that have a short escape
 
 Schema = dict[str, Any] | bool
@@ -52,15 +53,18 @@ def check_schema(schema: Schema) -> None:
             references.setdefault(reference, _at(path, "$ref"))
     targets = {reference: _resolve(schema, reference, path) for reference, path in references.items()}
     finite: set[str] = set()
-    unknown = [*reversed(targets)]  # those that come first most often refer to later ones
-    while unknown:
+    unknown = [*targets]
+    for _ in range(_MAX_PASSES):
+        unknown.reverse()  # those that come first most often refer to later ones; else to earlier ones
+        before = len(finite)
         for name in unknown:
             if _ends(targets[name], finite):
                 finite.add(name)
-        left = [name for name in unknown if name not in finite]
-        if len(left) == len(unknown):
+        unknown = [name for name in unknown if name not in finite]
+        if len(finite) == before or not unknown:
             break
-        unknown = left
+    else:
+        raise GrammarError("its references lead back and forth between its definitions too often: order these")
     for reference, path in references.items():
         if reference not in finite:
             raise GrammarError(f"{reference!r} refers to itself without end: no finite value satisfies it", path)
@@ -119,13 +123,16 @@ def _check_part(schema: dict[str, Any], path: str, *, is_root: bool) -> None:
 def _check_bounds(schema: dict[str, Any], path: str) -> None:
     """Refuses what the library gets wrong: a whole number as exclusive bound, less than 1 from the other, is let in."""
     lows, highs = _bounds(schema, "inimum"), _bounds(schema, "aximum")
-    for (low, low_excluded), (high, high_excluded) in itertools.product(lows, highs):
-        at_low, at_high = low_excluded and float(low).is_integer(), high_excluded and float(high).is_integer()
-        if (at_low or at_high) and abs(high - low) < 1:
-            keyword = "exclusiveMinimum" if at_low else "exclusiveMaximum"
-            raise GrammarError(
-                f"a whole number as `{keyword}` cannot be enforced less than 1 from the other bound", path
-            )
+    for keyword, own, others in (("exclusiveMinimum", lows, highs), ("exclusiveMaximum", highs, lows)):
+        values = sorted(value for value, _ in others)
+        for value, is_excluded in own:
+            if is_excluded and (isinstance(value, int) or value.is_integer()):
+                whole = int(value)
+                place = bisect_right(values, whole - 1)  # of the least that is larger
+                if place < len(values) and values[place] < whole + 1:
+                    raise GrammarError(
+                        f"a whole number as `{keyword}` cannot be enforced less than 1 from the other bound", path
+                    )
 
 
 def _bounds(schema: dict[str, Any], name: str) -> list[tuple[float, bool]]:

@@ -95,10 +95,13 @@ def inline_schema(schema: dict[str, Any] | bool) -> str:
     Raises:
         GrammarError: it cannot be enforced.
     """
+    parts = {} if isinstance(schema, bool) else schema
+    source = json.dumps({**parts, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+    check_length(Grammar("json", source))  # first: clients' schemas come here where others wait meanwhile
     check_schema(schema)
     if schema is False:
         raise GrammarError("nothing satisfies the schema `false`")
-    return json.dumps({**({} if schema is True else schema), "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+    return source
 
 
 def first_line(message: str) -> str:

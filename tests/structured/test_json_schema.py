@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from jaxserve.structured import json_schema
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammar import Grammar
+from jaxserve.structured.json_schema import check_schema
+from jaxserve.structured.library_grammar import inline_schema
 from tests.structured.grammars import accepts, allowed, compiled, refused_at
 
 TREE = {
@@ -168,3 +171,35 @@ def test_deep_schemas_are_compiled_or_refused() -> None:
             assert accepts(schema, "3")
     with pytest.raises(GrammarError):
         compiled(Grammar.of_schema(schema))
+
+
+def chain(order: list[int]) -> dict[str, Any]:
+    """A schema whose definitions each refer to the next one; they stand there in that order."""
+    count = len(order)
+    definitions: dict[int, dict[str, Any]] = {place: {"$ref": f"#/$defs/d{place + 1}"} for place in range(count - 1)}
+    definitions[count - 1] = {"type": "integer"}
+    return {"$defs": {f"d{place}": definitions[place] for place in order}, "$ref": "#/$defs/d0"}
+
+
+def test_the_order_of_definitions_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+    ends = json_schema._ends
+    monkeypatch.setattr(json_schema, "_ends", lambda schema, finite: looked_at.append(1) or ends(schema, finite))
+    for order in (list(range(300)), list(reversed(range(300)))):
+        check_schema(chain(order))
+    assert len(looked_at) < 3000
+    back_and_forth = [*range(0, 300, 2), *reversed(range(1, 300, 2))]
+    with pytest.raises(GrammarError, match="back and forth"):
+        check_schema(chain(back_and_forth))
+    assert len(looked_at) < 30_000
+
+
+def test_numbers_that_no_float_holds_are_bounds_like_others() -> None:
+    check_schema({"type": "integer", "exclusiveMinimum": 10**400, "maximum": 10**400 + 1})
+    with pytest.raises(GrammarError, match="exclusiveMinimum"):
+        check_schema({"type": "integer", "exclusiveMinimum": 10**400, "maximum": 10**400})
+
+
+def test_a_part_of_a_grammar_may_be_no_longer_than_all_of_it() -> None:
+    with pytest.raises(GrammarError, match="the limit is"):
+        inline_schema({"enum": ["a" * 256_000]})
