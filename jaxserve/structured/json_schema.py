@@ -51,23 +51,31 @@ def check_schema(schema: Schema) -> None:
         reference = part.get("$ref")
         if reference is not None:
             references.setdefault(reference, _at(path, "$ref"))
-    targets = {reference: _resolve(schema, reference, path) for reference, path in references.items()}
-    finite: set[str] = set()
-    unknown = [*targets]
-    for _ in range(_MAX_PASSES):
-        unknown.reverse()  # those that come first most often refer to later ones; else to earlier ones
-        before = len(finite)
-        for name in unknown:
-            if _ends(targets[name], finite):
-                finite.add(name)
-        unknown = [name for name in unknown if name not in finite]
-        if len(finite) == before or not unknown:
-            break
-    else:
-        raise GrammarError("its references lead back and forth between its definitions too often: order these")
+    by_target: dict[int, tuple[Any, list[str]]] = {}  # a part may be referred to in several spellings
+    for reference, path in references.items():
+        target = _resolve(schema, reference, path)
+        by_target.setdefault(id(target), (target, []))[1].append(reference)
+    finite = _finite([*by_target.values()])
     for reference, path in references.items():
         if reference not in finite:
             raise GrammarError(f"{reference!r} refers to itself without end: no finite value satisfies it", path)
+
+
+def _finite(unknown: list[tuple[Any, list[str]]]) -> set[str]:
+    """Of the parts that are referred to, each with its references, the references of those that have finite values."""
+    finite: set[str] = set()
+    for _ in range(_MAX_PASSES):
+        unknown = unknown[::-1]  # those that come first most often refer to later ones; else to earlier ones
+        left: list[tuple[Any, list[str]]] = []
+        for target, names in unknown:
+            if _ends(target, finite):
+                finite.update(names)
+            else:
+                left.append((target, names))
+        if not left or len(left) == len(unknown):
+            return finite
+        unknown = left
+    raise GrammarError("its references lead back and forth between its definitions too often: order these")
 
 
 def _subschemas(schema: Any, path: str) -> Iterator[tuple[dict[str, Any], str]]:

@@ -192,6 +192,11 @@ def test_the_order_of_definitions_costs_little(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(GrammarError, match="back and forth"):
         check_schema(chain(back_and_forth))
     assert len(looked_at) < 30_000
+    looked_at.clear()
+    spellings = [f"#/$defs/{first}{second}" for first in ("%61", "a") for second in ("%62", "b")]
+    large = {"allOf": [{"type": "integer"}] * 100}
+    check_schema({"$defs": {"ab": large}, "anyOf": [{"$ref": spelling} for spelling in spellings]})
+    assert len(looked_at) < 200
 
 
 def test_numbers_that_no_float_holds_are_bounds_like_others() -> None:
