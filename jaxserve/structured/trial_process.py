@@ -146,9 +146,8 @@ class _Worker:
     def run(self) -> None:
         """Does not return."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)  # the library writes there what it dies of
-        limit = self._start_bytes + self._setup.memory_limit
         if self._start_bytes:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            _limit(resource.RLIMIT_AS, self._start_bytes + self._setup.memory_limit)
         threading.stack_size(self._setup.stack_bytes)
         threading.Thread(target=self._try_all, daemon=True).start()
         self._channel.sendall(HELLO)
@@ -192,6 +191,10 @@ def _address_space() -> int:
 def _limit_cpu_time(seconds: float) -> None:
     """Has the kernel end this process once it has used so much more of it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    limit = int(used.ru_utime + used.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 1)
+
+
+def _limit(kind: int, limit: int) -> None:
+    """Sets a limit, or leaves it at the most that whoever started this allows."""
+    _, most = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))

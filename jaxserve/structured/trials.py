@@ -117,7 +117,7 @@ class GrammarTrials:
 
     def _take_idle(self) -> socket.socket | None:
         with self._lock:
-            if not self._idle:
+            if self._is_closed or not self._idle:
                 return None
             channel = self._idle.pop()
             self._busy.add(channel)
