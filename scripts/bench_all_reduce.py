@@ -19,7 +19,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -33,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.bench.profile import read_events
+from jaxserve.bench.profile import traced_kernels
 from jaxserve.kernels.add_rms_norm import add_rms_norm
 from jaxserve.kernels.all_reduce_add_rms_norm import all_reduce_add_rms_norm
 from jaxserve.kernels.peer_memory import PeerLayout, PeerMemory, make_peer_memory
@@ -176,13 +175,9 @@ def time_program(program: Callable[[], jax.Array]) -> float:
 def profile_kernels(program: Callable[[], jax.Array]) -> list[dict[str, Any]]:
     """Kernels of one device by their time: name, how many in a run, median and least microseconds of one."""
     runs = 2
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready([program() for _ in range(runs)])
-        [trace] = Path(folder).rglob("*.xplane.pb")
-        durations: dict[str, list[float]] = defaultdict(list)
-        for event in read_events(trace):
-            durations[event.name].append(event.duration * 1e6)
+    durations: dict[str, list[float]] = defaultdict(list)
+    for event in traced_kernels(lambda: jax.block_until_ready([program() for _ in range(runs)])):
+        durations[event.name].append(event.duration * 1e6)
     longest = sorted(durations.items(), key=lambda item: -sum(item[1]))[:6]
     return [
         {"kernel": name[:60], "count": len(all_of) / runs, "median_us": float(np.median(all_of)), "min_us": min(all_of)}

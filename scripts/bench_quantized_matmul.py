@@ -19,17 +19,15 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.bench.profile import read_events
+from jaxserve.bench.profile import traced_kernels
 from jaxserve.kernels.int4 import unpack_int4
 from jaxserve.kernels.quantized_matmul import quantized_matmul
 from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
@@ -209,14 +207,9 @@ def time_call(multiply: Multiply, x: jax.Array, weights: list[Weights]) -> tuple
     text = program.as_text() or ""
     for _ in range(2):
         jax.block_until_ready(program(x, weights))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(REPETITIONS):
-                jax.block_until_ready(program(x, weights))
-        [trace] = Path(folder).rglob("*.xplane.pb")
-        durations: dict[str, float] = defaultdict(float)
-        for event in read_events(trace):
-            durations[event.name] += event.duration / (REPETITIONS * CALLS)
+    durations: dict[str, float] = defaultdict(float)
+    for event in traced_kernels(lambda: [jax.block_until_ready(program(x, weights)) for _ in range(REPETITIONS)]):
+        durations[event.name] += event.duration / (REPETITIONS * CALLS)
     marks = {
         "f8": "lt$matmul$f8",
         "lt": '__cublas$lt$matmul"',

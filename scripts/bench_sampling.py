@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.bench.profile import read_events
+from jaxserve.bench.profile import traced_kernels
 from jaxserve.engine.token_masks import num_words
 from jaxserve.models.logit_processors import mask_logits
 from jaxserve.models.sampling import SamplingArrays, row_keys, sample
@@ -59,12 +57,7 @@ def time_kernels(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tu
     program = jax.jit(function).lower(*arguments).compile()
     for _ in range(2):
         jax.block_until_ready(program(*arguments))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(RUNS):
-                jax.block_until_ready(program(*arguments))
-        [trace] = Path(folder).rglob("*.xplane.pb")
-        events = read_events(trace)
+    events = traced_kernels(lambda: [jax.block_until_ready(program(*arguments)) for _ in range(RUNS)])
     return sum(event.duration for event in events) / RUNS, len(events) / RUNS
 
 

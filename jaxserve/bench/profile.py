@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -135,6 +136,15 @@ def _wait(condition: Callable[[], bool], deadline: float) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("the engine did not get through the window in time")
         time.sleep(0.001)
+
+
+def traced_kernels(run: Callable[[], object]) -> list[KernelEvent]:
+    """The kernels of a call, which must wait for what it starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        [trace] = Path(folder).rglob("*.xplane.pb")
+        return read_events(trace)
 
 
 def read_events(path: Path) -> list[KernelEvent]:
