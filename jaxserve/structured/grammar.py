@@ -45,19 +45,18 @@ class CompiledGrammar:
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
-        self._vocabulary = vocabulary
         self._masks = GrammarMasks(vocabulary)
 
     def start(self) -> TokenConstraint:
-        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._masks)
+        return GrammarState(self._matcher.deep_copy(), self._masks)
 
 
 class GrammarState:
     """How far one output is in its grammar; implements `jaxserve.constraint.TokenConstraint`."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, masks: GrammarMasks) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, masks: GrammarMasks) -> None:
         self._matcher = matcher
-        self._vocabulary = vocabulary
+        self._vocabulary = masks.vocabulary
         self._masks = masks
         self._run: tuple[int, ...] = ()  # the next tokens that are known to be forced
 
@@ -102,8 +101,7 @@ class GrammarState:
         with self._trying(run) as matcher:
             for token in expected:
                 matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-                word = 1 << token % 32
-                is_only = np.count_nonzero(words) == 1 and int(words[token // 32]) & 0xFFFFFFFF == word
+                is_only = np.count_nonzero(words) == 1 and words[token // 32] == _bit_of(token)
                 if matcher.is_accepting() or not is_only or not matcher.consume_token(token):
                     break
                 run.append(token)
