@@ -16,6 +16,7 @@ class AnswerReader:
         first_time, last_time: seconds at which the first and the last chunk came; None before.
         first_count: tokens of the first chunk that held some; 1 where that is not told.
         events: chunks that held something.
+        gaps_ms: milliseconds between one of them that shows or lists a token and the one before it.
         error: what the endpoint said went wrong.
         complete: whether the stream ended as it should, with `[DONE]`.
     """
@@ -25,6 +26,7 @@ class AnswerReader:
         self.last_time: float | None = None
         self.first_count = 1
         self.events = 0
+        self.gaps_ms: list[float] = []
         self.error: str | None = None
         self.complete = False
         self._listed = 0  # tokens that chunks listed
@@ -87,6 +89,8 @@ class AnswerReader:
         self._listed += listed
         if self.first_time is None and (shows or listed):
             self.first_time, self.first_count = now, max(1, listed)
+        elif self.last_time is not None and (shows or listed):
+            self.gaps_ms.append(round(1e3 * (now - self.last_time), 3))
         if self.first_time is not None:
             self.last_time = now
             self.events += 1

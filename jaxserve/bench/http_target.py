@@ -138,6 +138,7 @@ class HttpTarget:
                 index=index,
                 first_count=reader.first_count,
                 error=error,
+                gaps_ms=reader.gaps_ms,
             )
         )
 

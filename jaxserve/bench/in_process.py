@@ -32,13 +32,19 @@ class InProcessTarget:
         submitted = time.perf_counter()
         first = 0.0
         count = first_count = 0
+        last = 0.0
+        gaps: list[float] = []
 
         def on_output(output: RequestOutput) -> None:
-            nonlocal first, count, first_count
+            nonlocal first, last, count, first_count
             now = time.perf_counter()
             count += len(output.token_ids)
-            if first == 0.0 and output.token_ids:
-                first, first_count = now, count
+            if output.token_ids:
+                if first == 0.0:
+                    first, first_count = now, count
+                else:
+                    gaps.append(round(1e3 * (now - last), 3))
+                last = now
             if output.finish_reason is None:
                 return
             self._forget(output.request_id)
@@ -54,6 +60,7 @@ class InProcessTarget:
                     index=index,
                     first_count=first_count,
                     error=output.error if output.finish_reason == "error" else None,
+                    gaps_ms=gaps,
                 )
             )
 

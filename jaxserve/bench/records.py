@@ -43,7 +43,8 @@ class Load:
 class RequestRecord:
     """Times of one request, in seconds of one monotonic clock.
 
-    TTFT is from submission to the first token; TPOT is (last - first) / (tokens - those that came with the first).
+    TTFT is from submission to the first token; TPOT is (last - first) / (tokens - those that came with the first); ITL are
+    the times between tokens, or chunks of tokens, one after the other.
 
     Attributes:
         index: its place in the order of submission.
@@ -51,6 +52,7 @@ class RequestRecord:
         error: why there was no whole answer; then the times say nothing.
         round: which repetition of the load it belongs to.
         due: when it should have been submitted, under a load that says so; it was not if the client fell behind.
+        gaps_ms: milliseconds between what came and what came before it, from the second token or chunk on.
     """
 
     prompt_tokens: int
@@ -63,6 +65,7 @@ class RequestRecord:
     error: str | None = None
     round: int = 0
     due: float | None = None
+    gaps_ms: list[float] = field(default_factory=list)
 
     @property
     def ttft(self) -> float:
@@ -130,6 +133,8 @@ class Summary:
         mean_running: requests that were decoding, averaged over the time.
         floor_ms: least time of a step that memory bandwidth allows, None where the bandwidth is not known.
         compute_utilization: MFU: share of the device's measured matrix rate that prompts and answers needed.
+        itl_ms: ITL over all requests together; "worst" is the largest 99th percentile that a single request had. None where
+            it was not noted.
     """
 
     load: Load
@@ -142,6 +147,7 @@ class Summary:
     floor_ms: float | None = None
     host_gap: float | None = None
     compute_utilization: float | None = None
+    itl_ms: dict[str, float] | None = None
 
     @property
     def bandwidth_utilization(self) -> float | None:
@@ -183,6 +189,7 @@ def summarize(load: Load, runs: Sequence[RunResult]) -> Summary:
         ttft_ms=_median_statistics([[record.ttft for record in part] for part in answered]),
         mean_running=float(np.median([mean_running(part, load) for part in answered])),
         host_gap=float(np.median(gaps)) if gaps else None,
+        itl_ms=_inter_token_statistics(answered),
     )
 
 
@@ -199,6 +206,14 @@ def _median_statistics(rounds: list[list[float]]) -> dict[str, float]:
     return {name: float(np.median([part[name] for part in statistics])) for name in statistics[0]}
 
 
+def _inter_token_statistics(rounds: list[list[RequestRecord]]) -> dict[str, float] | None:
+    noted = [gaps for part in rounds if (gaps := [record.gaps_ms for record in part if record.gaps_ms])]
+    if not noted:
+        return None
+    together = _median_statistics([[gap / 1e3 for gaps in part for gap in gaps] for part in noted])
+    return {**together, "worst": float(np.median([max(np.percentile(gaps, 99) for gaps in part) for part in noted]))}
+
+
 def _statistics(seconds: list[float]) -> dict[str, float]:
     values = np.asarray(seconds) * 1e3
     p50, p90, p99 = np.percentile(values, (50, 90, 99))
@@ -208,7 +223,8 @@ def _statistics(seconds: list[float]) -> dict[str, float]:
 def format_table(summaries: Sequence[Summary]) -> str:
     """The figures as a table of plain text: times in milliseconds, floor and MBU beside each."""
     head = (
-        "load", "requests", "TPOT mean", "p50", "p90", "p99", "floor", "MBU", "TTFT mean", "p90", "p99", "tok/s", "host gap",
+        "load", "requests", "TPOT mean", "p50", "p90", "p99", "ITL p99", "floor", "MBU", "TTFT mean", "p90", "p99", "tok/s",
+        "host gap",
     )  # fmt: skip
     rows: list[tuple[str, ...]] = [head, *(_table_row(summary) for summary in summaries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -223,6 +239,7 @@ def _table_row(summary: Summary) -> tuple[str, ...]:
         summary.load.label,
         str(summary.num_requests),
         *(f"{summary.tpot_ms[key]:.2f}" for key in ("mean", "p50", "p90", "p99")),
+        f"{summary.itl_ms['p99']:.2f}" if summary.itl_ms else "-",
         f"{summary.floor_ms:.2f}" if summary.floor_ms else "-",
         f"{mbu:.0%}" if mbu else "-",
         *(f"{summary.ttft_ms[key]:.1f}" for key in ("mean", "p90", "p99")),

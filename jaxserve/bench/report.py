@@ -112,8 +112,8 @@ def _page(title: str, series: Sequence[Series], words: str, drawn: Sequence[tupl
 
 
 def _table(series: Sequence[Series]) -> str:
-    head = ("configuration", "load", "requests", "failed", "TPOT mean", "p90", "p99", "floor", "MBU", "MFU", "TTFT mean",
-            "p90", "tok/s", "tok/s a device", "host gap")  # fmt: skip
+    head = ("configuration", "load", "requests", "failed", "TPOT mean", "p90", "p99", "ITL p99", "floor", "MBU", "MFU",
+            "TTFT mean", "p90", "tok/s", "tok/s a device", "host gap")  # fmt: skip
     rows = []
     for part in series:
         for point in part.points:
@@ -122,6 +122,7 @@ def _table(series: Sequence[Series]) -> str:
             rows.append((
                 part.name, summary.load.label, str(summary.num_requests), str(summary.num_failed),
                 f"{summary.tpot_ms['mean']:.2f}", f"{summary.tpot_ms['p90']:.2f}", f"{summary.tpot_ms['p99']:.2f}",
+                f"{summary.itl_ms['p99']:.2f}" if summary.itl_ms else "–",
                 f"{summary.floor_ms:.2f}" if summary.floor_ms else "–", f"{mbu:.0%}" if mbu else "–",
                 f"{mfu:.1%}" if mfu else "–", f"{summary.ttft_ms['mean']:.1f}", f"{summary.ttft_ms['p90']:.1f}",
                 f"{summary.output_tokens_per_second:,.0f}",

@@ -62,6 +62,8 @@ def test_every_answer_has_the_length_that_was_asked_for(engine: EngineClient) ->
         records = runs[0].records
         assert [record.output_tokens for record in records] == [12] * 4
         assert all(record.submitted < record.first_token < record.last_token for record in records)
+        for record in records:
+            assert sum(record.gaps_ms) / 1e3 == pytest.approx(record.last_token - record.first_token, abs=1e-4)
     assert engine.stats().num_running == 0 or engine.stats().num_waiting == 0
 
 

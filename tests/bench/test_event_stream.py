@@ -63,6 +63,19 @@ def test_a_chunk_that_holds_nothing_is_not_the_last_token() -> None:
     assert (reader.last_time, reader.events) == (1.0, 1)
 
 
+def test_times_between_chunks_leave_out_what_holds_no_token() -> None:
+    reader = AnswerReader()
+    for now, data in (
+        (1.0, text("one")),
+        (1.25, text("two")),
+        (1.3, text("")),
+        (1.5, text("three")),
+        (1.6, END + USAGE),
+    ):
+        reader.feed(now, data)
+    assert reader.gaps_ms == [250.0, 250.0]
+
+
 def test_events_may_come_in_any_pieces() -> None:
     stream = b": a comment\n\n" + text("one").replace(b"\n\n", b"\r\n\r\n") + END + USAGE + DONE
     reader = AnswerReader()

@@ -45,6 +45,24 @@ def test_figures_of_several_rounds_are_their_medians() -> None:
     assert summary.num_requests == 3
 
 
+def test_times_between_tokens_are_told_over_all_requests_and_of_the_one_that_had_it_worst() -> None:
+    calm, disturbed = [5.0] * 999, [5.0] * 50 + [80.0] * 50
+    summary = summarize(
+        Load("concurrency", 2), [run(record(0.1, 0.01, gaps_ms=calm), record(0.1, 0.01, gaps_ms=disturbed))]
+    )
+    assert summary.itl_ms is not None
+    assert summary.itl_ms["p50"] == pytest.approx(5) and summary.itl_ms["p99"] == pytest.approx(80)
+    assert summary.itl_ms["mean"] == pytest.approx((1049 * 5 + 50 * 80) / 1099)
+    assert summary.itl_ms["worst"] == pytest.approx(80)
+    assert "ITL p99" in format_table([summary]) and " 80.00" in format_table([summary])
+
+
+def test_records_without_times_between_tokens_say_nothing_of_them() -> None:
+    old = record(0.1, 0.01).to_json()
+    del old["gaps_ms"]
+    assert summarize(Load("concurrency", 1), [run(RequestRecord.from_json(old))]).itl_ms is None
+
+
 def test_failed_requests_are_counted_and_say_nothing_about_times() -> None:
     summary = summarize(Load("concurrency", 1), [run(record(0.1, 0.01), record(9.0, 9.0, error="status 500"))])
     assert (summary.num_requests, summary.num_failed) == (1, 1)
