@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import jax
@@ -33,7 +33,7 @@ from jaxserve.bench.floor import device_ceiling, step_floor_ms
 from jaxserve.bench.profile import read_events
 from jaxserve.config import EngineConfig
 from jaxserve.engine import executable_cache
-from jaxserve.engine.build import make_engine_mesh, resolve_dtype
+from jaxserve.engine.build import make_engine_mesh, resolve_dtype, wanted_quantization
 from jaxserve.engine.decode_state import empty_state
 from jaxserve.engine.device_batch import Bucket, Sizes, packed_size, views
 from jaxserve.engine.executable_cache import ExecutableCache, compile_options
@@ -44,6 +44,7 @@ from jaxserve.kernels.peer_memory import PeerLayout, PeerMemory, make_peer_memor
 from jaxserve.models import linear, llama
 from jaxserve.models.params import init_params, param_specs
 from jaxserve.models.presets import preset_config
+from jaxserve.quantization_config import Quantization
 from jaxserve.sharding.mesh import TENSOR_AXIS
 from jaxserve.sharding.placement import named_shardings, put_replicated, replicated
 
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=14)
     parser.add_argument("--xla", default="", help="ops to run in plain XLA, such as decode_matmul,rope_write_kv")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--quantization", choices=get_args(Quantization))
     parser.add_argument("--peer-rows", type=int, default=0, help="most tokens whose sums over devices kernels make")
     parser.add_argument("--no-splits", action="store_true", help="products of few tokens in one piece")
     parser.add_argument("--xla-options", action="append", help="JSON object of a set of programs; may be repeated")
@@ -123,9 +125,13 @@ def main() -> None:
     )
     parser.add_argument("--output", default="/tmp/profile_step")
     options = parser.parse_args()
-    config = preset_config(options.model)
-    mesh = make_engine_mesh(EngineConfig(tensor_parallel_size=options.tensor_parallel_size))
-    dtype = resolve_dtype(EngineConfig(), mesh)
+    config, engine_config = (
+        preset_config(options.model),
+        EngineConfig(tensor_parallel_size=options.tensor_parallel_size, quantization=options.quantization),
+    )
+    config = replace(config, quantization=wanted_quantization(config, engine_config))
+    mesh = make_engine_mesh(engine_config)
+    dtype = resolve_dtype(engine_config, mesh)
     sizes = Sizes(64, 512, options.num_pages, PAGE_SIZE)
     factory = ProgramFactory(config, sizes, mesh, 2048, has_peers=options.peer_rows > 0)
     peers: PeerMemory | None = None
