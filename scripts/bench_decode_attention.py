@@ -12,16 +12,15 @@ ahead. A variant is a configuration of the Hopper kernel; "xla" is the plain XLA
 import argparse
 import functools
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxserve.bench.profile import traced_kernels
 from jaxserve.kernels.decode_attention import decode_attention
 from jaxserve.kernels.decode_attention_mosaic_gpu import decode_attention_mosaic_gpu
 from jaxserve.kernels.decode_attention_plan import TuningConfig, choose_config
@@ -106,30 +105,22 @@ def compile_program(task: Task, arguments: argparse.Namespace) -> Any:
 def time_call(program: Any, arrays: Arrays) -> float:
     """Seconds of device time a call, the best of several runs of the program."""
     queries = list(arrays.q)
-    for _ in range(2):
-        jax.block_until_ready(program(queries, arrays))
-    return min(device_seconds(lambda: program(queries, arrays)) for _ in range(REPETITIONS)) / CALLS
 
+    def run() -> None:
+        for _ in range(REPETITIONS):
+            jax.block_until_ready(program(queries, arrays))
 
-def device_seconds(call: Any) -> float:
-    """From the start of the first to the end of the last attention kernel; of all kernels where none is named so."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(call())
-        [trace] = Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(trace))
-    kernels = [
-        (event.name, event.start_ns, event.start_ns + event.duration_ns)
-        for plane in profile.planes
-        if "GPU" in plane.name
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
-    kernels = [kernel for kernel in kernels if "decode_attention" in kernel[0]] or kernels
-    if not kernels:
-        raise RuntimeError(f"the profiler saw no kernel on {jax.devices()[0].device_kind}; this needs a GPU")
-    return (max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)) * 1e-9
+    run()
+    kernels = traced_kernels(run)
+    kernels = [kernel for kernel in kernels if "decode_attention" in kernel.name] or kernels
+    if not kernels or len(kernels) % REPETITIONS:
+        raise RuntimeError(
+            f"the profiler saw {len(kernels)} kernels of {REPETITIONS} runs on {jax.devices()[0].device_kind}"
+        )
+    kernels.sort(key=lambda kernel: kernel.start)
+    each = len(kernels) // REPETITIONS
+    runs = [kernels[first : first + each] for first in range(0, len(kernels), each)]
+    return min(run[-1].start + run[-1].duration - run[0].start for run in runs) / CALLS
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -159,33 +150,25 @@ def main() -> None:
         for shape in filter(None, shapes.split(","))
         for variant in chosen
     ]
-    seconds: dict[Task, float] = {}
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {vars(arguments)}")
+    width = 2 * arguments.kv_heads * arguments.head_dim * jnp.dtype(arguments.cache_dtype).itemsize
+    failed = 0
     with ThreadPoolExecutor() as pool:
         programs = {task: pool.submit(compile_program, task, arguments) for task in tasks}
-        for task in tasks:
+        for task in tasks:  # each is told at once: a run that is cut off has told what it had
             arrays = jax.jit(lambda task=task: make_arrays(task, arguments))()
             try:
-                seconds[task] = time_call(programs[task].result(), arrays)
+                seconds = time_call(programs[task].result(), arrays)
             except Exception as error:  # a variant that does not fit must not cost the others' results
+                failed += 1
                 print(f"{task}: {error}", file=sys.stderr)
-            print(".", end="", file=sys.stderr, flush=True)
-    print_table(tasks, variants, seconds, arguments)
-    sys.exit(len(seconds) < len(tasks))
-
-
-def print_table(
-    tasks: list[Task], variants: list[str], seconds: dict[Task, float], arguments: argparse.Namespace
-) -> None:
-    print(f"\n{jax.devices()[0].device_kind}, jax {jax.__version__}, {vars(arguments)}")
-    print("us a call, GB/s of KV")
-    print(f"{'batch x length':>14}" + "".join(f"{variant:>16}" for variant in variants))
-    for batch, length in dict.fromkeys((task.batch, task.length) for task in tasks):
-        width = 2 * arguments.kv_heads * arguments.head_dim * jnp.dtype(arguments.cache_dtype).itemsize
-        line = f"{f'{batch}x{length}':>14}"
-        for variant in variants:
-            time = seconds.get(Task(batch, length, variant))
-            line += " " * 16 if time is None else f"{time * 1e6:>10.1f} {batch * length * width / time / 1e9:>5.0f}"
-        print(line)
+                continue
+            speed = task.batch * task.length * width / seconds / 1e9
+            print(
+                f"{f'{task.batch}x{task.length}':>10} {task.variant:>14} {seconds * 1e6:8.1f} us a call {speed:6.0f} GB/s",
+                flush=True,
+            )
+    sys.exit(failed > 0)
 
 
 if __name__ == "__main__":
