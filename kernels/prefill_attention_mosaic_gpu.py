@@ -35,11 +35,20 @@ _MANY_QUERIES = 12_288
 
 @dataclasses.dataclass(frozen=True)
 class TuningConfig:
-    """How the kernel cuts its work: a CUDA block has `compute_warpgroups` x 64 tile rows and one copying warpgroup."""
+    """How the kernel cuts its work: a CUDA block has one copying warpgroup and some that multiply.
+
+    Attributes:
+        compute_warpgroups: those that multiply, with 64 tile rows each.
+        kv_block: KV positions that one product takes.
+        stages: KV blocks in shared memory.
+        takes_turns: two computing warpgroups share the same 64 rows, take turns with the KV blocks and add up what they
+            have at the end. A single one waits for its own softmax half of the time, and has all of a long context.
+    """
 
     compute_warpgroups: int
     kv_block: int
     stages: int
+    takes_turns: bool = False
 
     def __post_init__(self) -> None:
         if self.compute_warpgroups not in (1, 2):
@@ -48,6 +57,16 @@ class TuningConfig:
             raise ValueError(f"{self.kv_block=} must be a positive multiple of 64")
         if self.stages < 2:
             raise ValueError(f"{self.stages=} must be at least 2")
+        if self.takes_turns and (self.compute_warpgroups != 2 or self.stages % 2):
+            raise ValueError(
+                f"{self.takes_turns=} needs two computing warpgroups and an even number of stages, not "
+                f"{self.compute_warpgroups=} and {self.stages=}"
+            )
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a CUDA block's tile: query tokens times heads."""
+        return WARPGROUP_ROWS * (1 if self.takes_turns else self.compute_warpgroups)
 
 
 def default_config(q: Float[Array, "tokens q_heads head_dim"], kv_dtype: jnp.dtype) -> TuningConfig:
@@ -112,14 +131,17 @@ def prefill_attention_mosaic_gpu(
     if k_pages.dtype == jnp.float8_e4m3fn:
         q = q.astype(jnp.float16)  # float8 widens to this in one instruction
     tile_heads = math.gcd(q_heads // k_pages.shape[3], 8)
-    tile_tokens = config.compute_warpgroups * WARPGROUP_ROWS // tile_heads
+    tile_tokens = config.tile_rows // tile_heads
     padded_tokens = max(-(-tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT, tile_tokens)
     if padded_tokens > tokens:
         q = jnp.pad(q, ((0, padded_tokens - tokens), (0, 0), (0, 0)))
     # Each row, and the padding behind the last, may start up to 7 tokens early and end with a tile that is not full.
     rows = page_table.shape[0]
     tiles = (padded_tokens + (rows + 1) * (TOKEN_ALIGNMENT - 1)) // tile_tokens + rows + 1
-    options = Options(tile_tokens=tile_tokens, tile_heads=tile_heads, scale=scale, window=window, softcap=softcap)
+    options = Options(
+        tile_tokens=tile_tokens, tile_heads=tile_heads, scale=scale, window=window, softcap=softcap,
+        takes_turns=config.takes_turns,
+    )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(_prefill_attention_kernel, options=options),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -139,19 +161,21 @@ def prefill_attention_mosaic_gpu(
 def _scratch_types(
     config: TuningConfig, tile_heads: int, head_dim: int, page_size: int, dtype: jnp.dtype, kv_dtype: jnp.dtype
 ) -> dict[str, Any]:
-    tile_rows = config.compute_warpgroups * WARPGROUP_ROWS
+    tile_rows = config.tile_rows
     pages_per_block = config.kv_block // page_size
     is_widened = dtype != kv_dtype
 
     def block(shape: tuple[int, ...], block_dtype: jnp.dtype) -> Any:
-        columns = column_group(head_dim)
-        swizzle = plgpu.find_swizzle(columns * jnp.finfo(block_dtype).bits)
+        bits = jnp.finfo(block_dtype).bits
+        columns = min(column_group(head_dim), 1024 // bits)  # as many as a swizzle covers
+        swizzle = plgpu.find_swizzle(columns * bits)
         transforms = (plgpu.TilingTransform((TOKEN_ALIGNMENT, columns)), plgpu.SwizzleTransform(swizzle))
         return plgpu.SMEM(shape, block_dtype, transforms=transforms)
 
     kv_shape = (config.kv_block, head_dim)
     ready = plgpu.Barrier(num_arrivals=1 if is_widened else pages_per_block, num_barriers=config.stages)
-    free = plgpu.Barrier(num_arrivals=config.compute_warpgroups, num_barriers=config.stages)
+    users = 1 if config.takes_turns else config.compute_warpgroups  # of each block
+    free = plgpu.Barrier(num_arrivals=users, num_barriers=config.stages)
     scratch = {
         "q_smem": block((tile_rows, head_dim), dtype),
         "out_smem": plgpu.SMEM((tile_rows, head_dim), dtype),
@@ -163,6 +187,12 @@ def _scratch_types(
         "k_free": free,
         "v_free": free,
     }
+    if config.takes_turns:
+        scratch |= {
+            "partial_smem": block((tile_rows, head_dim), jnp.float32),
+            "partial_rows_smem": plgpu.SMEM((2, tile_rows), jnp.float32),  # maximum and total
+            "partial_ready": plgpu.Barrier(),
+        }
     if is_widened:
         raw_ready = plgpu.Barrier(num_arrivals=pages_per_block, num_barriers=RAW_STAGES)
         scratch |= {
@@ -195,7 +225,7 @@ def _prefill_attention_kernel(
         tile_tokens=options.tile_tokens,
         window=options.window,
     )
-    compute_warpgroups = scratch["q_smem"].shape[0] // WARPGROUP_ROWS
+    compute_warpgroups = 2 if options.takes_turns else scratch["q_smem"].shape[0] // WARPGROUP_ROWS
     warpgroup = lax.axis_index("warpgroup")
     is_widened = k_pages_ref.dtype != q_ref.dtype
     # Three warpgroups start with 168 registers a thread each. With two, all have what they can use.

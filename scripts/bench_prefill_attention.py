@@ -3,6 +3,7 @@
 
     scripts/bench_prefill_attention.py                       # the default shapes, the default block sizes
     scripts/bench_prefill_attention.py --config 2,128,2 --config 1,64,4 --tokens 512
+    scripts/bench_prefill_attention.py --config 1,64,4 --config 2,64,4,1 --tokens 64 --tokens 256 --context 16000
     scripts/bench_prefill_attention.py --check               # compare with the plain-XLA implementation first
 
 TFLOP/s count the causal half only: 4 x (query, position) pairs x query heads x head_dim.
@@ -135,8 +136,13 @@ def measure(workload: Workload, config: TuningConfig | None, check: bool) -> str
     used = config or default_config(q, k_pages.dtype)
     shape = f"{workload.q_heads}/{workload.kv_heads} x {workload.head_dim}"
     cache = f"{workload.kv_dtype} x {workload.page_size}"
-    blocks = f"{used.compute_warpgroups},{used.kv_block},{used.stages}"
+    blocks = f"{used.compute_warpgroups},{used.kv_block},{used.stages}" + (",1" if used.takes_turns else "")
     return f"| {workload.name} | {shape} | {cache} | {blocks} | {microseconds:.1f} | {teraflops:.0f}{error} |"
+
+
+def parse_config(text: str) -> TuningConfig:
+    compute_warpgroups, kv_block, stages, *takes_turns = map(int, text.split(","))
+    return TuningConfig(compute_warpgroups, kv_block, stages, takes_turns=any(takes_turns))
 
 
 def main() -> None:
@@ -144,14 +150,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, action="append", help="one row of this many tokens; may be repeated")
     parser.add_argument("--context", type=int, default=0, help="tokens already in the cache, with --tokens")
     parser.add_argument(
-        "--config", action="append", help="compute warpgroups,KV block,stages; may be repeated (default: the kernel's)"
+        "--config",
+        action="append",
+        help="compute warpgroups,KV block,stages, and 1 where two take turns; may be repeated (default: the kernel's)",
     )
     parser.add_argument("--check", action="store_true", help="compare with the plain-XLA implementation")
     arguments = parser.parse_args()
     workloads = DEFAULT_WORKLOADS
     if arguments.tokens:
         workloads = tuple(one_row(tokens, arguments.context) for tokens in arguments.tokens)
-    configs = [TuningConfig(*map(int, text.split(","))) for text in arguments.config or ()] or [None]
+    configs = [parse_config(text) for text in arguments.config or ()] or [None]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {datetime.date.today()}")
     print(
         "| tokens | heads x head_dim | cache x page | blocks | us | TFLOP/s |" + (" error |" if arguments.check else "")

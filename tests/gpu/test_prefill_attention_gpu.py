@@ -1,6 +1,7 @@
 """The Hopper kernel of prefill attention on the card."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels.prefill_attention import prefill_attention
+from jaxserve.kernels.prefill_attention_mosaic_gpu import TuningConfig, prefill_attention_mosaic_gpu
 from tests.kernels.prefill_attention_cases import CASES, Arrays, Case, build, reference, relative_error
 
 
@@ -76,6 +78,27 @@ def test_full_and_partial_tiles_of_two_warpgroups_match_reference(kv_dtype: str)
     arrays = build(case)
     out = run(case, arrays, None)  # None takes the kernel here
     np.testing.assert_array_equal(out, run(case, arrays, "mosaic_gpu"))
+    assert relative_error(out, reference(case, arrays)) < 5e-3
+    assert not out[arrays.query_starts[-1] :].any()
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("window", [None, 700])
+def test_warpgroups_that_take_turns_match_reference(stages: int, window: int | None) -> None:
+    """A piece of a long prompt beside one of a short one, a prompt of a single block, and padding."""
+    case = Case(
+        chunks=((1500, 64), (0, 5), (333, 40), (0, 0)), tokens=128, kv_heads=8, group=4, head_dim=128,
+        window=window, dtype="bfloat16",
+    )  # fmt: skip
+    arrays = build(case)
+    config = TuningConfig(2, 64, stages, takes_turns=True)
+    kernel = jax.jit(
+        functools.partial(prefill_attention_mosaic_gpu, scale=case.scale, window=case.window, config=config)
+    )
+    a = jax.tree.map(jnp.asarray, arrays)
+    for _ in range(20):  # a race would show now and then
+        out = kernel(a.q, a.k_pages, a.v_pages, jnp.int32(case.layer), a.page_table, a.query_starts, a.kv_lens)
+    out = np.asarray(out).astype(np.float64)
     assert relative_error(out, reference(case, arrays)) < 5e-3
     assert not out[arrays.query_starts[-1] :].any()
 

@@ -85,6 +85,7 @@ def test_float8_cache_matches_reference(scales: tuple[float | None, float | None
 
 ONE_WARPGROUP = TuningConfig(compute_warpgroups=1, kv_block=64, stages=2)
 TWO_WARPGROUPS = TuningConfig(compute_warpgroups=2, kv_block=64, stages=2)
+TAKING_TURNS = TuningConfig(compute_warpgroups=2, kv_block=64, stages=2, takes_turns=True)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter multiplies NaN too
@@ -95,6 +96,8 @@ TWO_WARPGROUPS = TuningConfig(compute_warpgroups=2, kv_block=64, stages=2)
         ("group 3", ONE_WARPGROUP),
         ("window and softcap", TWO_WARPGROUPS),
         ("float8 cache", ONE_WARPGROUP),
+        ("earlier context", TAKING_TURNS),
+        ("window and softcap", TAKING_TURNS),
     ],
 )
 def test_hopper_kernel_matches_reference_when_interpreted(
@@ -105,6 +108,12 @@ def test_hopper_kernel_matches_reference_when_interpreted(
     out = interpret(case, arrays, config, monkeypatch)
     assert relative_error(out, reference(case, arrays)) < 5e-3
     assert not out[arrays.query_starts[-1] :].any()
+
+
+@pytest.mark.parametrize(("compute_warpgroups", "stages"), [(1, 4), (2, 3)])
+def test_turns_need_two_warpgroups_and_stages_for_both(compute_warpgroups: int, stages: int) -> None:
+    with pytest.raises(ValueError, match="two computing warpgroups and an even number of stages"):
+        TuningConfig(compute_warpgroups, kv_block=64, stages=stages, takes_turns=True)
 
 
 @pytest.mark.parametrize(
