@@ -10,10 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from jaxserve.bench.chart_labels import LabelledCurve, label_curves
 from jaxserve.bench.results import Point, Series
+from jaxserve.bench.verdict import load_words
 
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
-MARKERS = "osD^vPX*"
+COLOURS = (
+    "#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f", "#854d0e", "#475569", "#ec4899",
+)  # fmt: skip
+MARKERS = "osD^vPX*<"  # of another number than colours, so that two curves share both only after 99
+FLOOR_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "alpha": 0.6}
 INK = "#374151"
 
 
@@ -22,23 +27,25 @@ def tradeoff(series: Sequence[Series]) -> Figure | None:
     shown = [part for part in series if not part.setting("static_batching") and _curve_points(part)]
     if not shown:
         return None
-    figure, [axes] = new_figure(1, height=5.4)
-    places: list[tuple[float, float, str, str]] = []
-    for number, part in enumerate(shown):
+    styles = styles_of(series)
+    figure, [axes] = new_figure(1, height=5.4 if len(shown) < 6 else 7.0)
+    curves = []
+    for part in shown:
         summaries = [point.summary for point in _curve_points(part)]
         tpot = [summary.tpot_ms["mean"] for summary in summaries]
         rate = [summary.output_tokens_per_second / part.num_devices for summary in summaries]
-        axes.plot(tpot, rate, label=part.name, **line_style(number))
-        loads = [summary.load.label for summary in summaries]
-        places += [(*place, COLOURS[number % len(COLOURS)]) for place in zip(tpot, rate, loads, strict=True)]
+        axes.plot(tpot, rate, label=part.name, **styles[part.name])
+        labels = [summary.load.label for summary in summaries]
+        curves.append(LabelledCurve(tpot, rate, labels, styles[part.name]["color"]))
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    for number, part in enumerate(shown):
-        _draw_floor(axes, part, number)
+    for part in shown:
+        _draw_floor(axes, part, styles[part.name]["color"])
     axes.set_xlabel("time per output token, mean (ms)")
     axes.set_ylabel("output tokens a second for each device")
-    finish(axes, "Throughput against latency (numbers: requests in flight; dashed: the floor)")
-    _label_points(figure, axes, places)
+    finish(axes, "Throughput against latency (numbers: requests in flight; dashed: the floor)", legend=False)
+    legend_below(figure, axes)
+    label_curves(figure, axes, curves)
     return figure
 
 
@@ -48,41 +55,15 @@ def _curve_points(part: Series) -> list[Point]:
     return [point for point in points if point.summary.tpot_ms["mean"] > 0]
 
 
-def _draw_floor(axes: Axes, part: Series, number: int) -> None:
+def _draw_floor(axes: Axes, part: Series, colour: str) -> None:
     floors = [point.summary for point in part.of_kind("concurrency") if point.summary.floor_ms]
     if floors:
         x = [summary.floor_ms or 0.0 for summary in floors]
         y = [summary.mean_running / (summary.floor_ms or 1.0) * 1e3 / part.num_devices for summary in floors]
         (_, right), (_, top) = axes.get_xlim(), axes.get_ylim()
-        axes.plot(x, y, color=COLOURS[number % len(COLOURS)], linestyle="--", linewidth=1, alpha=0.6)
+        axes.plot(x, y, color=colour, **FLOOR_STYLE)
         axes.set_xlim(0, right)
         axes.set_ylim(0, top)  # the floor of large batches lies far above what is reached
-
-
-def _label_points(figure: Figure, axes: Axes, places: Sequence[tuple[float, float, str, str]]) -> None:
-    """Writes each label beside its point where it covers neither a point nor another label; leaves it out elsewhere."""
-    figure.draw_without_rendering()  # places the axes, so that data has pixels
-    points = [tuple(axes.transData.transform((x, y))) for x, y, _, _ in places]
-    taken: list[tuple[float, float, float, float]] = [(x - 5, y - 5, x + 5, y + 5) for x, y in points]
-    scale = figure.dpi / 72
-    ground = axes.transAxes.transform((0, 0))[1]
-    for (x, y, label, colour), (pixel_x, pixel_y) in zip(places, points, strict=True):
-        width, height = 5.2 * len(label) * scale, 8 * scale
-        for right, up in ((1, -1), (-1, 1), (1, 1), (-1, -1)):
-            left = pixel_x + 7 * scale if right > 0 else pixel_x - 7 * scale - width
-            bottom = pixel_y + 2 * scale if up > 0 else pixel_y - 2 * scale - height
-            box = (left, bottom, left + width, bottom + height)
-            if bottom > ground and not any(_overlap(box, other) for other in taken):
-                taken.append(box)
-                axes.annotate(
-                    label, (x, y), xytext=(7 * right, 2 * up), textcoords="offset points", fontsize=8, color=colour,
-                    ha="left" if right > 0 else "right", va="bottom" if up > 0 else "top",
-                )  # fmt: skip
-                break
-
-
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def latency(series: Sequence[Series], kind: str) -> Figure | None:
@@ -90,33 +71,45 @@ def latency(series: Sequence[Series], kind: str) -> Figure | None:
     shown = [part for part in series if part.of_kind(kind) and not part.setting("static_batching")]
     if not shown:
         return None
+    styles = styles_of(series)
     figure, [left, right] = new_figure(2)
-    for number, part in enumerate(shown):
+    for part in shown:
         summaries = [point.summary for point in part.of_kind(kind)]
         loads = [summary.load.value for summary in summaries]
-        style = line_style(number)
+        style = styles[part.name]
         for axes, values in ((left, "tpot_ms"), (right, "ttft_ms")):
             axes.plot(loads, [getattr(summary, values)["mean"] for summary in summaries], label=part.name, **style)
             high = [getattr(summary, values)["p90"] for summary in summaries]
             axes.plot(loads, high, color=style["color"], linestyle=":", linewidth=1.2)
-        draw_step_floor(left, part, kind, number)
+        draw_step_floor(left, part, kind, style["color"])
+        draw_prompt_floor(right, part, kind, style["color"])
     for axes, quantity in ((left, "time per output token (ms)"), (right, "time to first token (ms)")):
         load_axis(axes, shown, kind)
         axes.set_ylabel(quantity)
         axes.set_ylim(bottom=0)
-    finish(left, "Time per output token")
-    finish(right, "Time to first token")
+    finish(left, "Time per output token", legend=False)
+    finish(right, "Time to first token", legend=False)
+    legend_below(figure, left)
     figure.suptitle("solid: mean, dotted: 90th percentile, dashed: the floor", fontsize=9, color=INK)
     return figure
 
 
-def draw_step_floor(axes: Axes, part: Series, kind: str, number: int) -> None:
-    floors = [point.summary for point in part.of_kind(kind) if point.summary.floor_ms]
-    if floors:
-        axes.plot(
-            [summary.load.value for summary in floors], [summary.floor_ms or 0.0 for summary in floors],
-            color=COLOURS[number % len(COLOURS)], linestyle="--", linewidth=1, alpha=0.6,
-        )  # fmt: skip
+def draw_step_floor(axes: Axes, part: Series, kind: str, colour: str) -> None:
+    """Least time of a step, at each load."""
+    _draw_floors(axes, part, kind, colour, [point.summary.floor_ms for point in part.of_kind(kind)])
+
+
+def draw_prompt_floor(axes: Axes, part: Series, kind: str, colour: str, *, unit_ms: float = 1.0) -> None:
+    """Least time of a prompt, at each load."""
+    floors = [(point.summary.ttft_floor_ms or 0.0) / unit_ms for point in part.of_kind(kind)]
+    _draw_floors(axes, part, kind, colour, floors)
+
+
+def _draw_floors(axes: Axes, part: Series, kind: str, colour: str, floors: Sequence[float | None]) -> None:
+    loads = [point.summary.load.value for point in part.of_kind(kind)]
+    known = [(load, floor) for load, floor in zip(loads, floors, strict=True) if floor]
+    if known:
+        axes.plot([load for load, _ in known], [floor for _, floor in known], color=colour, **FLOOR_STYLE)
 
 
 def utilization(series: Sequence[Series]) -> Figure | None:
@@ -127,11 +120,12 @@ def utilization(series: Sequence[Series]) -> Figure | None:
     shown = [part for part in shown if not part.setting("static_batching")]
     if not shown:
         return None
+    styles = styles_of(series)
     figure, [left, right] = new_figure(2)
-    for number, part in enumerate(shown):
+    for part in shown:
         summaries = [point.summary for point in part.of_kind("concurrency")]
         loads = [summary.load.value for summary in summaries]
-        style = line_style(number)
+        style = styles[part.name]
         left.plot(
             loads, [100 * (summary.bandwidth_utilization or 0) for summary in summaries], label=part.name, **style
         )
@@ -139,43 +133,51 @@ def utilization(series: Sequence[Series]) -> Figure | None:
     for axes, quantity in ((left, "MBU (% of the measured bandwidth)"), (right, "MFU (% of the measured matrix rate)")):
         load_axis(axes, shown, "concurrency")
         axes.set_ylabel(quantity)
-    left.axhline(100, color=INK, linestyle="--", linewidth=1, alpha=0.6)
+    left.axhline(100, color=INK, **FLOOR_STYLE)
     left.set_ylim(0, max(105.0, left.get_ylim()[1]))
     right.set_ylim(bottom=0)
-    finish(left, "Use of the bandwidth (dashed: the floor)")
-    finish(right, "Use of the compute")
+    finish(left, "Use of the bandwidth (dashed: the floor)", legend=False)
+    finish(right, "Use of the compute", legend=False)
+    legend_below(figure, left)
     return figure
 
 
 def timeline(part: Series) -> Figure | None:
-    """What the engine did during the busiest load: batch size, tokens of a step, pages in use."""
+    """What the engine did during the busiest load: batch size, tokens of a step, pages in use, and how long steps took."""
     points = [point for point in part.points if len(point.timeline) > 1]
     if not points:
         return None
     point = max(points, key=lambda point: point.summary.mean_running)
     snapshots = point.timeline
     seconds = [snapshot.time for snapshot in snapshots]
-    figure, [top, middle, bottom] = new_figure(3, columns=1, height=6.4)
+    figure, [top, middle, pages, bottom] = new_figure(4, columns=1, height=7.6)
     top.plot(seconds, [snapshot.num_running for snapshot in snapshots], color=COLOURS[0], label="running")
     top.plot(seconds, [snapshot.num_waiting for snapshot in snapshots], color=COLOURS[1], label="waiting", linewidth=1)
     top.set_ylabel("requests")
-    steps = [
-        (late, late.num_steps - early.num_steps, late.generation_tokens - early.generation_tokens)
-        for early, late in itertools.pairwise(snapshots)
+    # A step that takes longer than the time between two snapshots is told by the first one that has it.
+    told = [next(same) for _, same in itertools.groupby(snapshots, key=lambda each: each.num_steps)]
+    steps = list(itertools.pairwise(told))
+    moments = [late.time for _, late in steps]
+    tokens = [
+        (late.generation_tokens - early.generation_tokens) / (late.num_steps - early.num_steps) for early, late in steps
     ]
-    moved = [(late.time, tokens / count) for late, count, tokens in steps if count > 0]
-    middle.plot([moment for moment, _ in moved], [tokens for _, tokens in moved], color=COLOURS[2])
-    middle.set_ylabel("output tokens a step")
-    used = [100 * snapshot.used_pages / max(1, snapshot.num_pages) for snapshot in snapshots]
-    bottom.plot(seconds, used, color=COLOURS[4])
-    bottom.set_ylabel("KV pages in use (%)")
+    middle.plot(moments, tokens, color=COLOURS[2])
+    middle.set_ylabel("output tokens\na step")
+    pages.plot(seconds, [100 * each.used_pages / max(1, each.num_pages) for each in snapshots], color=COLOURS[4])
+    pages.set_ylabel("KV pages\nin use (%)")
+    times = [1e3 * (late.time - early.time) / (late.num_steps - early.num_steps) for early, late in steps]
+    bottom.plot(moments, times, color=COLOURS[3])
+    if point.summary.floor_ms:
+        bottom.axhline(point.summary.floor_ms, color=COLOURS[3], **FLOOR_STYLE)
+    bottom.set_ylabel("ms a step\n(dashed: floor)" if point.summary.floor_ms else "ms a step")
     bottom.set_xlabel("seconds since the start")
-    for axes in (top, middle, bottom):
+    for axes in (top, middle, pages, bottom):
         axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
-        axes.set_xlim(seconds[0], seconds[-1])
-    finish(top, f"{part.name}, load {point.summary.load.label}")
-    for axes in (middle, bottom):
-        finish(axes, None)
+        axes.set_xlim(0, seconds[-1])
+        finish(axes, None, legend=False)
+    figure.align_ylabels()
+    top.set_title(f"{part.name}, {load_words(point.summary)}", fontsize=10, color=INK, loc="left")
+    top.legend(fontsize=8, frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
     return figure
 
 
@@ -184,6 +186,11 @@ def new_figure(panels: int, *, columns: int | None = None, height: float = 4.2) 
     figure = Figure(figsize=({1: 8.4, 2: 10.4}.get(columns, 4.2 * columns), height), layout="constrained")
     axes = figure.subplots(panels // columns, columns, squeeze=False)
     return figure, list(axes.flat)
+
+
+def styles_of(series: Sequence[Series]) -> dict[str, dict[str, Any]]:
+    """How each configuration is drawn, in every chart alike."""
+    return {part.name: line_style(number) for number, part in enumerate(series)}
 
 
 def line_style(number: int) -> dict[str, Any]:
@@ -214,14 +221,22 @@ def spread(values: Iterable[float], ratio: float = 1.3) -> list[float]:
     return kept
 
 
-def finish(axes: Axes, title: str | None) -> None:
+def finish(axes: Axes, title: str | None, *, legend: bool = True) -> None:
     if title is not None:
         axes.set_title(title, fontsize=10, color=INK)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    if labels:
+    if labels and legend:
         axes.legend(handles, labels, fontsize=8, frameon=False)
+
+
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """The curves' names under all panels, where they cover none of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    longest = max(map(len, labels))
+    columns = max(1, min(len(labels), int(figure.get_figwidth() / (0.075 * longest + 0.6))))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
 Chart = Callable[[Sequence[Series]], Figure | None]

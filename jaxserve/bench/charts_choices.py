@@ -9,7 +9,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from jaxserve.bench.charts import COLOURS, INK, draw_step_floor, finish, line_style, load_axis, new_figure
+from jaxserve.bench.charts import (
+    COLOURS,
+    FLOOR_STYLE,
+    INK,
+    draw_prompt_floor,
+    draw_step_floor,
+    finish,
+    legend_below,
+    line_style,
+    load_axis,
+    new_figure,
+    styles_of,
+)
 from jaxserve.bench.results import Series
 
 Curve = tuple[np.ndarray, np.ndarray]  # requests in flight over all devices, TPOT in ms
@@ -31,7 +43,7 @@ def parallelism(series: Sequence[Series]) -> Figure | None:
         origin = "measured" if measured is not None else "from one device's figures"
         axes.plot(*tensor, label=f"tensor parallel on {degree}", **line_style(0))
         axes.plot(*data, label=f"data parallel on {degree} ({origin})", **line_style(1))
-        draw_step_floor(axes, by_degree[degree, 1], "concurrency", 0)
+        draw_step_floor(axes, by_degree[degree, 1], "concurrency", COLOURS[0])
         _mark_crossing(axes, tensor, data)
         load_axis(axes, [by_degree[degree, 1]], "concurrency", data[0])
         axes.set_xlabel("requests in flight, over all devices")
@@ -86,24 +98,27 @@ def speculation(series: Sequence[Series]) -> Figure | None:
     ]  # fmt: skip
     if not pairs:
         return None
+    styles = styles_of(series)
     figure, [left, right] = new_figure(2)
-    for number, (plain, part) in enumerate(pairs):
-        for place, (run, name) in enumerate(((plain, plain.name), (part, part.name))):
-            loads, tpot = _curve(run, 1)
-            left.plot(loads, tpot, label=name, **line_style(2 * number + place))
-        draw_step_floor(left, plain, "concurrency", 2 * number)
+    drawn: set[str] = set()
+    for plain, part in pairs:
+        for run in (plain, part):
+            if run.name not in drawn:  # two ways of speculating are set against the same plain decoding
+                loads, tpot = _curve(run, 1)
+                left.plot(loads, tpot, label=run.name, **styles[run.name])
+                draw_step_floor(left, run, "concurrency", styles[run.name]["color"])
+                drawn.add(run.name)
         before = dict(zip(*(values.tolist() for values in _curve(plain, 1)), strict=True))
         shared = [(load, before[load] / tpot) for load, tpot in zip(*_curve(part, 1), strict=True) if load in before]
-        right.plot(
-            [load for load, _ in shared], [gain for _, gain in shared], label=part.name, **line_style(2 * number + 1)
-        )
-    right.axhline(1, color=INK, linestyle="--", linewidth=1, alpha=0.6)
+        right.plot([load for load, _ in shared], [gain for _, gain in shared], label=part.name, **styles[part.name])
+    right.axhline(1, color=INK, **FLOOR_STYLE)
     for axes, quantity in ((left, "time per output token, mean (ms)"), (right, "speed-up over plain decoding")):
         load_axis(axes, [part for pair in pairs for part in pair], "concurrency")
         axes.set_ylabel(quantity)
         axes.set_ylim(bottom=0)
-    finish(left, "Speculation and plain decoding (dashed: floor)")
-    finish(right, "Speed-up (dashed: none)")
+    finish(left, "Speculation and plain decoding (dashed: floor of plain steps)", legend=False)
+    finish(right, "Speed-up (dashed: none)", legend=False)
+    legend_below(figure, left)
     return figure
 
 
@@ -130,6 +145,7 @@ def batching(series: Sequence[Series]) -> Figure | None:
             snapshots = with_timeline[-1].timeline
             right.step([each.time for each in snapshots], [each.num_running for each in snapshots], where="post",
                        color=COLOURS[number], label=label, linewidth=1.5)  # fmt: skip
+    draw_prompt_floor(middle, continuous, kind, COLOURS[0], unit_ms=1e3)
     has_limit = _bandwidth_limit(left, continuous, kind)
     for axes in (left, middle):
         load_axis(axes, [static, continuous], kind)
@@ -141,7 +157,7 @@ def batching(series: Sequence[Series]) -> Figure | None:
         axes.set_ylim(bottom=0)
     finish(left, "Throughput (dashed: the floor's)" if has_limit else "Throughput (the floor's is out of view)")
     right.yaxis.set_major_locator(MaxNLocator(integer=True))
-    finish(middle, "Time to first token")
+    finish(middle, "Time to first token (dashed: the floor)")
     finish(right, "Batch size over time")
     return figure
 
@@ -153,9 +169,7 @@ def _bandwidth_limit(axes: Axes, part: Series, kind: str) -> bool:
     high = axes.get_ylim()[1]
     if len(summaries) < 2 or limit[1] > 3 * high:
         return False
-    axes.plot(
-        [summary.load.value for summary in summaries], limit, color=COLOURS[0], linestyle="--", linewidth=1, alpha=0.6
-    )
+    axes.plot([summary.load.value for summary in summaries], limit, color=COLOURS[0], **FLOOR_STYLE)
     axes.set_ylim(0, min(3 * high, max(high, *limit)))
     return True
 

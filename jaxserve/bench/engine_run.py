@@ -13,7 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.bench.floor import Ceiling, device_ceiling, operations_per_token, step_floor_ms, weight_bytes_per_step
+from jaxserve.bench.floor import (
+    Ceiling,
+    device_ceiling,
+    operations_per_token,
+    prompt_floor_ms,
+    step_floor_ms,
+    weight_bytes_per_step,
+)
 from jaxserve.bench.in_process import InProcessTarget
 from jaxserve.bench.records import RunResult, Summary
 from jaxserve.bench.run import BenchOptions, run_loads
@@ -147,8 +154,18 @@ def judge_of(
         tokens = summary.output_tokens_per_second * (1 + prompts / max(1, outputs))
         rate = tokens * operations_per_token(model, workload.mean_context)
         return dataclasses.replace(
-            summary, floor_ms=floor, compute_utilization=rate / (ceiling.matrix_rate * num_devices)
+            summary,
+            floor_ms=floor,
+            ttft_floor_ms=_prompt_floor(prompts / max(1, sum(len(run.records) for run in runs))),
+            compute_utilization=rate / (ceiling.matrix_rate * num_devices),
         )
+
+    def _prompt_floor(tokens: float) -> float | None:
+        # Quantized products may be faster than those that the ceiling is of, and pages that are found are not computed.
+        if model.quantization is not None or config.enable_prefix_caching:
+            return None
+        dtype = jnp.dtype(config.dtype)
+        return prompt_floor_ms(model, dtype, ceiling, tokens=tokens, num_devices=config.tensor_parallel_size)
 
     return judge
 

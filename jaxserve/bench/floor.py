@@ -112,6 +112,19 @@ def step_floor_ms(
     return (weight_bytes_per_step(config, dtype) + cache) / (bandwidth * num_devices) * 1e3
 
 
+def prompt_floor_ms(
+    config: ModelConfig, dtype: jnp.dtype, ceiling: Ceiling, *, tokens: float, num_devices: int
+) -> float:
+    """Milliseconds that a prompt of so many tokens takes alone: every weight read once, or the operations where these take
+    longer. Only the last token passes the head.
+    """
+    head = config.hidden_size * config.vocab_size
+    attention = 2 * config.num_layers * config.num_heads * config.head_dim * tokens**2  # causal pairs only
+    operations = 2 * (num_step_weights(config) - head) * tokens + 2 * head + attention
+    seconds = max(weight_bytes_per_step(config, dtype) / ceiling.bandwidth, operations / ceiling.matrix_rate)
+    return seconds / num_devices * 1e3
+
+
 def operations_per_token(config: ModelConfig, context: float) -> float:
     """Floating-point operations that one token at this context takes: products with weights, and attention."""
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * context

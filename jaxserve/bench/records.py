@@ -132,6 +132,7 @@ class Summary:
         num_requests: with a whole answer.
         mean_running: requests that were decoding, averaged over the time.
         floor_ms: least time of a step that memory bandwidth allows, None where the bandwidth is not known.
+        ttft_floor_ms: least time of a prompt of mean length, alone, that bandwidth and matrix rate allow.
         compute_utilization: MFU: share of the device's measured matrix rate that prompts and answers needed.
         itl_ms: ITL over all requests together; "worst" is the largest 99th percentile that a single request had. None where
             it was not noted.
@@ -148,6 +149,7 @@ class Summary:
     host_gap: float | None = None
     compute_utilization: float | None = None
     itl_ms: dict[str, float] | None = None
+    ttft_floor_ms: float | None = None
 
     @property
     def bandwidth_utilization(self) -> float | None:

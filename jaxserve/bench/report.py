@@ -28,6 +28,7 @@ _CHARTS: tuple[tuple[str, Chart], ...] = (
     ("batching", charts_choices.batching),
     ("utilization", charts.utilization),
 )
+_TIMELINES = 8  # one for each configuration, as far as the report stays small
 # Text stays text: small files, and letters as sharp as the page's own.
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -72,7 +73,9 @@ def draw_charts(series: Sequence[Series], folder: Path) -> list[tuple[str, str]]
     drawn = []
     with mpl.rc_context(_STYLE):
         figures = [(name, draw(series)) for name, draw in _CHARTS]
-        figures += [(f"timeline-{number}", charts.timeline(part)) for number, part in enumerate(series[:4], start=1)]
+        figures += [
+            (f"timeline-{number}", charts.timeline(part)) for number, part in enumerate(series[:_TIMELINES], start=1)
+        ]
         for name, figure in figures:
             if figure is not None:
                 figure.savefig(folder / f"{name}.png", dpi=150)

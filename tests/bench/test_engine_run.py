@@ -21,7 +21,14 @@ from jaxserve.bench.engine_run import (
     measure_engine,
     start_engine,
 )
-from jaxserve.bench.floor import Ceiling, device_ceiling, operations_per_token, step_floor_ms, weight_bytes_per_step
+from jaxserve.bench.floor import (
+    Ceiling,
+    device_ceiling,
+    operations_per_token,
+    prompt_floor_ms,
+    step_floor_ms,
+    weight_bytes_per_step,
+)
 from jaxserve.bench.http_comparison import check_packages, compare_over_http, differences
 from jaxserve.bench.records import Load, RequestRecord, RunResult, summarize
 from jaxserve.bench.results import find_series, read_series, write_environment, write_one_file
@@ -110,6 +117,16 @@ def test_the_floor_counts_weights_and_live_pages_once() -> None:
     assert known == pytest.approx(15.01, rel=1e-3)
 
 
+def test_the_floor_of_a_prompt_is_its_weights_or_its_products() -> None:
+    config, bfloat16 = preset_config("llama-3-8b"), jnp.dtype(jnp.bfloat16)
+    ceiling = Ceiling(3e12, 800e12, "table")
+    # 16 tokens: the weights take longest, 15.01 GB; 4096 tokens: 6.98e9 weights below the head, twice each, and attention.
+    assert prompt_floor_ms(config, bfloat16, ceiling, tokens=16, num_devices=1) == pytest.approx(5.003, rel=1e-3)
+    products = 2 * 6.979e9 * 4096 + 2 * 32 * 4096 * 4096**2
+    long = prompt_floor_ms(config, bfloat16, ceiling, tokens=4096, num_devices=2)
+    assert long == pytest.approx(products / 800e12 / 2 * 1e3, rel=1e-3)
+
+
 def test_operations_of_a_token_are_two_a_weight_and_those_of_attention() -> None:
     config = preset_config("llama-3-8b")
     assert operations_per_token(config, 0) == pytest.approx(2 * 7.505e9, rel=1e-3)
@@ -136,6 +153,20 @@ def test_floor_and_compute_are_judged_for_what_ran(engine: EngineClient) -> None
     assert summary.compute_utilization == pytest.approx(
         tokens_per_second * operations_per_token(MODEL_CONFIG, 16) / 1e12
     )
+
+
+@pytest.mark.parametrize("caches", [False, True])
+def test_a_prompt_has_a_floor_where_all_of_it_is_computed(engine: EngineClient, caches: bool) -> None:
+    measured = SimpleNamespace(
+        config=replace(engine.config, enable_prefix_caching=caches),
+        model_config=engine.model_config,
+        device_kind=engine.device_kind,
+    )
+    run = RunResult([RequestRecord(10 + 10 * index, 12, 0.0, 0.1, 1.2, index=index) for index in range(3)], 1.2, 24.0)
+    judge = judge_of(measured, load_workload("fixed:10/12"), CEILING)  # pyright: ignore[reportArgumentType]
+    floor = prompt_floor_ms(MODEL_CONFIG, jnp.dtype(jnp.float32), CEILING, tokens=20, num_devices=1)
+    found = judge(summarize(Load("concurrency", 2), [run]), [run]).ttft_floor_ms
+    assert found == (None if caches else pytest.approx(floor))
 
 
 def test_steps_with_drafts_have_no_floor_for_a_token(engine: EngineClient) -> None:

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxserve.bench.compare import compare
-from jaxserve.bench.records import Load
+from jaxserve.bench.records import Load, Snapshot
 from jaxserve.bench.results import Series, find_series, read_series
 from jaxserve.bench.sweep import Configuration, environment_for, plan, run_sweep
 from jaxserve.bench.verdict import verdict
@@ -236,6 +236,66 @@ def test_axes_have_their_units_and_points_their_loads(reported: Path) -> None:
         text.startswith("data parallelism is faster from ")
         for text in svg_texts(reported / "charts" / "parallelism.svg")
     )
+
+
+def test_labels_cover_no_point_and_no_other_label() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from jaxserve.bench.chart_labels import LabelledCurve, label_curves
+
+    figure = Figure()
+    axes = figure.subplots()
+    x = np.arange(8.0)
+    curves = [
+        LabelledCurve(x.tolist(), (shift + x**1.5).tolist(), [f"{shift}{n}" for n in range(8)], "k")
+        for shift in range(4)
+    ]
+    for curve in curves:
+        axes.plot(curve.x, curve.y)
+    label_curves(figure, axes, curves)
+    figure.canvas.draw()
+    written = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    assert {f"{shift}{n}" for shift in range(4) for n in (0, 7)} <= set(written)  # ends always have theirs
+    boxes = list(written.values())
+    assert not any(one.overlaps(other) for n, one in enumerate(boxes) for other in boxes[:n])
+    points = [axes.transData.transform((x, y)) for curve in curves for x, y in zip(curve.x, curve.y, strict=True)]
+    assert not any(box.contains(*point) for box in boxes for point in points)
+
+
+@pytest.mark.parametrize(
+    "chart", ["tradeoff", "latency-by-concurrency", "latency-by-rate", "utilization", "speculation"]
+)
+def test_names_stand_outside_the_panels(reported: Path, chart: str) -> None:
+    root = ElementTree.parse(reported / "charts" / f"{chart}.svg").getroot()
+    legends = {
+        child.get("id", "") for child in root.iter() if re.fullmatch(rf"{chart}-legend_\d+", child.get("id", ""))
+    }
+    inside = {
+        child.get("id", "")
+        for axes in root.iter() if re.fullmatch(rf"{chart}-axes_\d+", axes.get("id", ""))
+        for child in axes.iter()
+    }  # fmt: skip
+    assert len(legends) == 1 and not legends & inside
+
+
+def test_a_timeline_tells_how_long_steps_took_beside_their_floor(reported: Path) -> None:
+    texts = " ".join(svg_texts(reported / "charts" / "timeline-1.svg"))
+    assert "ms a step" in texts and "(dashed: floor)" in texts and "KV pages" in texts and "output tokens" in texts
+    assert "with 64 requests in flight" in texts
+
+
+def test_steps_longer_than_the_time_between_two_looks_have_their_own_length(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from jaxserve.bench.charts import timeline
+
+    series = read_series(write_run(tmp_path, "TP1", loads=LOADS[:1]))
+    # One step of one second, three of them, looked at four times a second.
+    looks = [Snapshot(number / 4, 1, 0, 1, 10, 2 * (number // 4), 0, number // 4) for number in range(13)]
+    figure = timeline(replace(series, points=[replace(series.points[0], timeline=looks)]))
+    assert figure is not None
+    tokens, times = (figure.axes[panel].lines[0].get_ydata() for panel in (1, 3))
+    assert list(tokens) == [2, 2, 2] and list(times) == [1000, 1000, 1000]
 
 
 def test_where_two_curves_cross() -> None:
