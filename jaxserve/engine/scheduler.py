@@ -17,6 +17,7 @@ from jaxserve.engine.host_pages import HostPages
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.logprobs import take_prompt_logprobs, told_logprobs, told_of_prompt
 from jaxserve.engine.page_pool import PagePool
+from jaxserve.engine.prefill_budget import PrefillBudget
 from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import FinishReason, RequestOutput
@@ -67,7 +68,7 @@ class Scheduler:
         self._by_request: dict[str, list[Sequence]] = {}
         self._pending_outputs: list[RequestOutput] = []
         self._pace = pace
-        self._prefill_sizes = prefill_sizes
+        self._budget = PrefillBudget(limits, pace, prefill_sizes)
         self._drafting = drafting
         self._clock = clock
         self._refused: tuple[Sequence, int] | None = None  # the first in line, and free pages too few for it
@@ -121,7 +122,7 @@ class Scheduler:
         prefill: list[PrefillChunk] = []
         if unfinished or self.waiting:
             self.pages.begin_step(others_decode=bool(decode))
-            prefill = self._schedule_prefill(unfinished, self._prefill_budget(len(decode), unfinished))
+            prefill = self._schedule_prefill(unfinished, len(decode))
         num_drafts = 0
         if self._drafting is not None and decode and not prefill:  # prompts leave a step no time to spare
             decode, num_drafts = self._add_drafts(decode, self._drafting)
@@ -252,25 +253,26 @@ class Scheduler:
         rows = [with_drafts(row, length, self.limits, self.pages) for row in rows]
         return (rows, length) if any(row.num_drafts for row in rows) else (rows, 0)
 
-    def _prefill_budget(self, num_decode: int, unfinished: list[Sequence]) -> int:
-        """Prompt tokens that this step may compute."""
-        budget = self.limits.max_num_batched_tokens - num_decode
-        if self._pace is not None:
-            context = unfinished[0].num_computed if unfinished else 0
-            budget = min(budget, self._pace.prefill_budget(num_decode, context))
-        if self._prefill_sizes is None or not num_decode or not budget:
-            return budget
-        candidates = [*unfinished, *islice(self.waiting, self.limits.max_prefill_rows)]
-        waiting = sum(len(sequence.token_ids) - sequence.num_computed for sequence in candidates)
-        return self._prefill_sizes.choose(min(budget, waiting), num_decode, self.limits.max_num_seqs)
-
-    def _schedule_prefill(self, unfinished: list[Sequence], budget: int) -> list[PrefillChunk]:
+    def _schedule_prefill(self, unfinished: list[Sequence], num_decode: int) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
-        while budget > 0 and len(chunks) < self.limits.max_prefill_rows:
+        deepest, used = 0, 0
+        room = self._budget.most(num_decode, context=0)  # tokens of the step, unless a long context makes them dearer
+        is_fitted = False
+        while used < room and len(chunks) < self.limits.max_prefill_rows:
             sequence = self._next_to_prefill(unfinished)
             if sequence is None:
                 break
-            budget -= self._add_chunk(sequence, budget, chunks)
+            if self._goes_on_elsewhere(sequence):
+                continue
+            # Only now is it known how much comes before a chunk: most of a long prompt may have been in the tree.
+            if sequence.num_computed > deepest:
+                deepest = sequence.num_computed
+                room = min(room, self._budget.most(num_decode, context=deepest))
+            if not is_fitted:
+                candidates = [sequence, *unfinished, *islice(self.waiting, self.limits.max_prefill_rows)]
+                room, is_fitted = self._budget.fitting(room, num_decode, candidates), True
+            if used < room:
+                used += self._add_chunk(sequence, room - used, chunks)
         return chunks
 
     def _next_to_prefill(self, unfinished: list[Sequence]) -> Sequence | None:
@@ -284,12 +286,14 @@ class Scheduler:
                 return admitted
         return unfinished.pop(0) if unfinished else None
 
+    def _goes_on_elsewhere(self, sequence: Sequence) -> bool:
+        """Lets a sequence take what others have computed of its prompt meanwhile; whether more of that is on its way."""
+        if sequence.num_computed < len(sequence.pages) * self.limits.page_size:
+            return False
+        return self._take_cached(sequence, self.pages.match(sequence))
+
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
-        """Appends the next chunk of a running sequence, and returns its tokens (0: pages are lacking, or come back)."""
-        if sequence.num_computed == len(sequence.pages) * self.limits.page_size:
-            matched = self.pages.match(sequence)  # with what others have computed meanwhile
-            if self._take_cached(sequence, matched):
-                return 0
+        """Appends the next chunk of a running sequence, and returns its tokens (0: pages are lacking)."""
         start = sequence.num_computed
         length = min(budget, len(sequence.token_ids) - start)
         missing = self.limits.pages_for(start + length) - len(sequence.pages)

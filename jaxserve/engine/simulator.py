@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jaxserve.engine.limits import SchedulerLimits
+from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.request import FinishReason, Request, RequestOutput
 from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
 from jaxserve.engine.scheduler import Scheduler
@@ -27,15 +28,19 @@ _VOCABULARY = 32_000
 
 @dataclass(frozen=True)
 class StepModel:
-    """What a step takes, in seconds: a sum over what it does.
+    """What a step takes, in seconds: what its tokens take, by reading the weights or by computing, whichever is longer, and
+    attention.
 
     Attributes:
         base: of every step: the weights are read.
         per_row: of each sequence that decodes.
         per_cached_token: of each token of context that a decoding sequence reads.
-        per_prompt_token: of each prompt token, padding included.
+        per_prompt_token: of each prompt token, padding included, while reading the weights takes longer than computing.
         per_pair: of each pair of a prompt token and one that it attends to.
         prompt_sizes: numbers of prompt tokens that steps are padded to, ascending; none: they are not.
+        computing_base, per_computed_token: of a step with so many tokens that computing takes longer.
+        per_context_token: of each token of the longest context that a chunk attends to, however short the chunk is: a kernel
+            goes through it in one place. Attention takes this or what its pairs take, whichever is longer.
     """
 
     base: float
@@ -44,28 +49,42 @@ class StepModel:
     per_prompt_token: float
     per_pair: float
     prompt_sizes: tuple[int, ...] = ()
+    computing_base: float = 0.0
+    per_computed_token: float = 0.0
+    per_context_token: float = 0.0
 
     def seconds(self, batch: ScheduledBatch) -> float:
-        tokens = pairs = 0
+        tokens = pairs = longest = 0
         for chunk in batch.prefill:
             length = len(chunk.token_ids)
             tokens += length
             pairs += length * chunk.start + length * length // 2
+            longest = max(longest, chunk.start + length)
         if tokens and self.prompt_sizes:
             tokens = self.prompt_sizes[min(bisect_left(self.prompt_sizes, tokens), len(self.prompt_sizes) - 1)]
+        rows = len(batch.decode)
+        reading = self.base + self.per_row * rows + self.per_prompt_token * tokens
+        computing = self.computing_base + self.per_computed_token * (rows + tokens)
         read = sum(row.sequence.num_computed for row in batch.decode)
-        return (
-            self.base
-            + self.per_row * len(batch.decode)
-            + self.per_cached_token * read
-            + self.per_prompt_token * tokens
-            + self.per_pair * pairs
-        )
+        attention = max(self.per_pair * pairs, self.per_context_token * longest)
+        return max(reading, computing) + self.per_cached_token * read + attention
 
 
-PROMPT_SIZES = tuple(2**power for power in range(4, 12))
-# Fitted to steps of Llama-3-8B in bfloat16 on an H100 that docs/performance.md tells.
-LLAMA_8B_ON_H100 = StepModel(6.1e-3, 14e-6, 42e-9, 10e-6, 1.05e-9, PROMPT_SIZES)
+# What an engine on a GPU compiles beside those who decode, for up to 64 sequences and 2048 tokens a step.
+PROMPT_SIZES = (64, 96, 128, 192, 256, 512, 1024, 2048)
+# Fitted to steps of Llama-3-8B in bfloat16 that docs/performance.md tells, as the tests have them.
+LLAMA_8B_ON_H100 = StepModel(
+    base=5.8e-3,
+    per_row=5e-6,
+    per_cached_token=49e-9,
+    per_prompt_token=12e-6,
+    per_pair=1.05e-9,
+    prompt_sizes=PROMPT_SIZES,
+    computing_base=0.6e-3,
+    per_computed_token=19e-6,
+    per_context_token=0.39e-6,
+)
+LLAMA_8B_ON_H200 = replace(LLAMA_8B_ON_H100, base=4.42e-3, per_cached_token=36e-9)
 
 
 @dataclass(frozen=True)
@@ -147,12 +166,18 @@ class Simulator:
         *,
         order: SchedulingOrder | None = None,
         pace: StepPace | None = None,
+        prefill_sizes: PrefillSizes | None = None,
         prefix_caching: bool = True,
         on_step: Callable[[ScheduledBatch], None] = lambda batch: None,
     ) -> None:
         self.now = 0.0
         self.scheduler = Scheduler(
-            limits, prefix_caching=prefix_caching, order=order, pace=pace, clock=lambda: self.now
+            limits,
+            prefix_caching=prefix_caching,
+            order=order,
+            pace=pace,
+            prefill_sizes=prefill_sizes,
+            clock=lambda: self.now,
         )
         self._limits = limits
         self._model = model
