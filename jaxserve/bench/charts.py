@@ -184,7 +184,7 @@ def timeline(part: Series) -> Figure | None:
 def new_figure(panels: int, *, columns: int | None = None, height: float = 4.2) -> tuple[Figure, list[Axes]]:
     columns = panels if columns is None else columns
     figure = Figure(figsize=({1: 8.4, 2: 10.4}.get(columns, 4.2 * columns), height), layout="constrained")
-    axes = figure.subplots(panels // columns, columns, squeeze=False)
+    axes = figure.subplots(-(-panels // columns), columns, squeeze=False)
     return figure, list(axes.flat)
 
 

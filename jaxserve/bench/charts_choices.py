@@ -30,13 +30,18 @@ Curve = tuple[np.ndarray, np.ndarray]  # requests in flight over all devices, TP
 def parallelism(series: Sequence[Series]) -> Figure | None:
     """TPOT of the same devices used by tensor or by data parallelism, and where they cross."""
     plain = [part for part in series if _is_plain(part) and part.of_kind("concurrency")]
-    by_degree = {(_tensor(part), _data(part)): part for part in plain}
-    degrees = sorted(tensor for tensor, data in by_degree if data == 1 and tensor > 1)
-    degrees = [degree for degree in degrees if (1, 1) in by_degree or (1, degree) in by_degree]
-    if not degrees:
+    groups = dict.fromkeys(_group(part) for part in plain)
+    found = []  # of each panel the degree, and the runs of its model and workload
+    for group in groups:
+        by_degree = {_degrees(part): part for part in plain if _group(part) == group}
+        degrees = sorted(tensor for tensor, data in by_degree if data == 1 and tensor > 1)
+        found += [(degree, by_degree) for degree in degrees if (1, 1) in by_degree or (1, degree) in by_degree]
+    if not found:
         return None
-    figure, panels = new_figure(len(degrees))
-    for axes, degree in zip(panels, degrees, strict=True):
+    figure, panels = new_figure(len(found), columns=min(2, len(found)), height=4.2 * -(-len(found) // 2))
+    for axes in panels[len(found) :]:
+        axes.set_visible(False)
+    for axes, (degree, by_degree) in zip(panels, found, strict=False):
         tensor = _curve(by_degree[degree, 1], 1)
         measured = by_degree.get((1, degree))
         data = _curve(measured, 1) if measured is not None else _curve(by_degree[1, 1], degree)
@@ -49,7 +54,8 @@ def parallelism(series: Sequence[Series]) -> Figure | None:
         axes.set_xlabel("requests in flight, over all devices")
         axes.set_ylabel("time per output token, mean (ms)")
         axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
-        finish(axes, f"Tensor or data parallelism on {degree} devices (dashed: floor of TP{degree})")
+        of_what = "" if len(groups) == 1 else f"{by_degree[degree, 1].name}: "
+        finish(axes, f"{of_what}Tensor or data parallelism on {degree} devices (dashed: floor of TP{degree})")
     return figure
 
 
@@ -93,8 +99,7 @@ def speculation(series: Sequence[Series]) -> Figure | None:
         (other, part)
         for part in speculating
         for other in series
-        if _is_plain(other) and (_tensor(other), _data(other)) == (_tensor(part), _data(part))
-        and other.environment.get("model") == part.environment.get("model")
+        if _is_plain(other) and _degrees(other) == _degrees(part) and _group(other) == _group(part)
     ]  # fmt: skip
     if not pairs:
         return None
@@ -127,8 +132,14 @@ def batching(series: Sequence[Series]) -> Figure | None:
     static = next((part for part in series if part.setting("static_batching") and part.points), None)
     if static is None:
         return None
-    name = static.name.removesuffix(" static")
-    continuous = next((part for part in series if part.name == name), None)
+    continuous = next(
+        (
+            part
+            for part in series
+            if _is_plain(part) and _group(part) == _group(static) and _degrees(part) == _degrees(static)
+        ),
+        None,
+    )
     if continuous is None:
         return None
     kind = max(("rate", "concurrency", "trace"), key=lambda kind: len(static.of_kind(kind)))
@@ -179,9 +190,12 @@ def _is_plain(part: Series) -> bool:
     return engine and not part.setting("speculative_config") and not part.setting("static_batching")
 
 
-def _tensor(part: Series) -> int:
-    return int(part.setting("tensor_parallel_size", 1))
+def _degrees(part: Series) -> tuple[int, int]:
+    """Of tensor and data parallelism."""
+    return int(part.setting("tensor_parallel_size", 1)), int(part.setting("data_parallel_size", 1))
 
 
-def _data(part: Series) -> int:
-    return int(part.setting("data_parallel_size", 1))
+def _group(part: Series) -> tuple[str, ...]:
+    """What runs must have in common to be set against each other."""
+    known = part.environment
+    return (*(str(known.get(name)) for name in ("model", "device", "workload")), str(part.setting("quantization")))

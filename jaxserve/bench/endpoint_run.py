@@ -28,11 +28,15 @@ def measure_endpoint(
     vocab_size: int,
     client: str,
     client_processes: int,
+    num_devices: int,
     on_summary: Callable[[Summary], None],
     folder: Path | None,
     command: Sequence[str],
 ) -> str:
     """Runs the loads against an endpoint, writes what is to be written, and returns the table.
+
+    Args:
+        num_devices: that the endpoint runs on, which it does not tell.
 
     There is no floor beside the figures: what the endpoint runs on is not known here.
     """
@@ -54,7 +58,9 @@ def measure_endpoint(
                 "transport": "http",
                 "model": model,
                 "client": client,
+                "num_devices": num_devices,
                 "workload": options.workload.name,
+                "traffic": options.traffic(endpoint.temperature),
                 "python": platform.python_version(),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "command": shlex.join(command),

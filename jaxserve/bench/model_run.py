@@ -24,6 +24,7 @@ class ModelRun:
         name: what charts call it.
         command: that asked for it.
         folder: where it is written to; None: nowhere.
+        loads_in_process: whether the loads are run; not where they can only be sent as text.
     """
 
     model: str
@@ -33,6 +34,7 @@ class ModelRun:
     temperature: float
     on_summary: Callable[[Summary], None]
     folder: Path | None
+    loads_in_process: bool = True
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,11 @@ def measure(engine: EngineClient | ReplicatedEngine, run: ModelRun) -> Measured:
     ceiling = ceiling_of(engine)
     environment = engine_environment(engine, ceiling, model=run.model, name=run.name, command=run.command)
     environment["workload"] = run.options.workload.name
+    environment["traffic"] = run.options.traffic(run.temperature)
     if run.folder is not None:
         write_environment(run.folder, environment)
+    if not run.loads_in_process:
+        return Measured(environment, ceiling, [], {})
     summaries, results = measure_engine(
         engine,
         run.options,

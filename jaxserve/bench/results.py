@@ -11,13 +11,27 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.records import Load, RequestRecord, RunResult, Snapshot, Summary
 
 _ENVIRONMENT = "environment.json"
+# Runs that agree in these are parts of one run.
+_IDENTITY = (
+    "name",
+    "engine",
+    "transport",
+    "client",
+    "model",
+    "device",
+    "num_devices",
+    "workload",
+    "settings",
+    "traffic",
+)
+_BY_CHANCE = ("num_pages", "master_addr", "master_port")  # settings that the machine or its free memory decides
 
 
 @dataclass(frozen=True)
@@ -64,8 +78,34 @@ def is_done(folder: Path, load: Load) -> bool:
 
 
 def write_environment(folder: Path, environment: dict[str, Any]) -> None:
+    """Writes what is measured in a folder.
+
+    Raises:
+        ValueError: the folder holds loads of something else that was measured before.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / _ENVIRONMENT, json.dumps(environment, indent=1, default=str))
+    text = json.dumps(environment, indent=1, default=str)
+    if any(folder.glob("*.summary.json")) and (folder / _ENVIRONMENT).is_file():
+        before = json.loads((folder / _ENVIRONMENT).read_text())
+        different = _differences(before, json.loads(text))
+        if different:
+            raise ValueError(
+                f"{folder} holds figures of something else ({different}): give another --output, or remove it"
+            )
+    _write(folder / _ENVIRONMENT, text)
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """What differs of the things that figures depend on, as far as both tell it; "" where nothing does."""
+    found = []
+    for name in _IDENTITY:
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys = [key for key in old if key in new and key not in _BY_CHANCE]
+            found += [f"{key} {old[key]} -> {new[key]}" for key in keys if old[key] != new[key]]
+        elif old is not None and new is not None and old != new:
+            found.append(f"{name} {old} -> {new}")
+    return ", ".join(found)
 
 
 def write_load(folder: Path, summary: Summary, runs: list[RunResult]) -> None:
@@ -106,22 +146,53 @@ def read_series(folder: Path) -> Series:
         timeline_path = folder / f"{name}.timeline.jsonl"
         timeline = [Snapshot(**line) for line in _read_lines(timeline_path)] if timeline_path.is_file() else []
         points.append(Point(Summary.from_json(json.loads(path.read_text())), records, timeline))
-    points.sort(key=lambda point: (point.summary.load.kind, point.summary.load.value))
-    return Series(folder.name, environment, points)
+    return Series(folder.name, environment, sorted(points, key=_by_load))
 
 
 def find_series(folder: Path) -> list[Series]:
     """Every run below a folder, or the one that it is itself.
 
+    Loads of one configuration that were measured into several folders are put together (of a load that is there twice, the
+    one of the later run counts). Runs that differ and have the same name get their folder's beside it.
+
     Raises:
         ValueError: there is none.
     """
-    paths = sorted(path.parent for path in folder.rglob(_ENVIRONMENT))
-    series = [read_series(path) for path in paths]
-    found = [part for part in series if part.points]
+    found: list[Series] = []
+    for path in sorted(path.parent for path in folder.rglob(_ENVIRONMENT)):
+        part = read_series(path)
+        if not part.points:
+            continue
+        number = next(
+            (n for n, other in enumerate(found) if not _differences(part.environment, other.environment)), None
+        )
+        if number is None:
+            found.append(replace(part, folder=path.relative_to(folder).as_posix()))
+        else:
+            found[number] = _together(found[number], part)
     if not found:
         raise ValueError(f"{folder} holds no finished run of `jaxserve bench`")
-    return found
+    names = [part.name for part in found]
+    return [
+        part if names.count(part.name) == 1
+        else replace(part, environment={**part.environment, "name": f"{part.name} ({part.folder})"})
+        for part in found
+    ]  # fmt: skip
+
+
+def _together(one: Series, other: Series) -> Series:
+    first, second = sorted((one, other), key=lambda part: str(part.environment.get("date", "")))
+    points = {point.summary.load: point for part in (first, second) for point in part.points}
+    commands = dict.fromkeys(
+        str(part.environment["command"]) for part in (first, second) if "command" in part.environment
+    )
+    return Series(
+        one.folder, {**second.environment, "command": "\n".join(commands)}, sorted(points.values(), key=_by_load)
+    )
+
+
+def _by_load(point: Point) -> tuple[str, float]:
+    return point.summary.load.kind, point.summary.load.value
 
 
 def _lines(entries: Iterable[dict[str, Any]]) -> str:

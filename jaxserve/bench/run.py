@@ -36,6 +36,10 @@ class BenchOptions:
                 f"workload {self.workload.name!r} has no arrival times: give --concurrency or --request-rate"
             )
 
+    def traffic(self, temperature: float) -> dict[str, int | float | None]:
+        """What was sent, beside the workload and its loads, for the record."""
+        return {"num_requests": self.num_requests, "rounds": self.rounds, "temperature": temperature}
+
 
 Judge = Callable[[Summary, Sequence[RunResult]], Summary]  # adds what only the engine's own configuration tells
 

@@ -6,14 +6,17 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxserve.bench.records import Load
 from jaxserve.bench.results import is_done
+
+_LOAD_FLAGS = ("--concurrency", "--request-rate", "--trace-speed", "--timeout")
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,13 @@ class Configuration:
         name: what charts call it.
         arguments: of `jaxserve bench run`, beside those of the loads.
         num_devices: that it runs on, as far as this process is to provide them.
+        over_http: only; its loads then lie in a folder of that run's own.
     """
 
     name: str
     arguments: tuple[str, ...]
     num_devices: int = 1
+    over_http: bool = False
 
     @property
     def folder_name(self) -> str:
@@ -43,13 +48,21 @@ def plan(
     speculative_configs: Sequence[str],
     static_batching: bool,
     endpoints: Sequence[str],
+    engine_arguments: Sequence[str] = (),
+    endpoint_arguments: Sequence[str] = (),
     synthetic_acceptance: float | None = None,
+    most_devices: int | None = None,
+    over_http: bool = False,
 ) -> list[Configuration]:
     """Every combination of the engine's settings, plain and speculating; static batching with the first of them; and each
     endpoint as a competitor.
 
     Args:
+        engine_arguments: what all engines have in common, and endpoints do not.
+        endpoint_arguments: how endpoints are asked.
         synthetic_acceptance: probability that those that speculate keep a draft, whatever it is.
+        most_devices: combinations that need more are left out.
+        over_http: measure the engines over HTTP only.
 
     Raises:
         ValueError: there is nothing to measure, two would have the same name, or an acceptance is given for nobody.
@@ -60,9 +73,11 @@ def plan(
         )
     found: list[Configuration] = []
     for model, tensor, data in itertools.product(models, tensor_parallel_sizes, data_parallel_sizes):
+        if most_devices is not None and tensor * data > most_devices:
+            continue
         prefix = f"{Path(model).stem} " if len(models) > 1 else ""
         name = prefix + f"TP{tensor}" + (f" x DP{data}" if data > 1 else "")
-        arguments = (model, "--tensor-parallel-size", str(tensor))
+        arguments = (model, "--tensor-parallel-size", str(tensor), *engine_arguments)
         if data > 1:
             arguments += ("--data-parallel-size", str(data))
         found.append(Configuration(name, arguments, tensor * data))
@@ -75,9 +90,11 @@ def plan(
     if static_batching and found:
         first = found[0]
         found.append(Configuration(f"{first.name} static", (*first.arguments, "--static-batching"), first.num_devices))
-    found += [Configuration(_endpoint_name(url), ("--endpoint", url)) for url in endpoints]
+    if over_http:
+        found = [replace(each, arguments=(*each.arguments, "--http"), over_http=True) for each in found]
+    found += [Configuration(_endpoint_name(url), ("--endpoint", url, *endpoint_arguments)) for url in endpoints]
     if not found:
-        raise ValueError("nothing to measure: give --model or --endpoint")
+        raise ValueError("nothing to measure: give --model or --endpoint, and --max-devices that some combination fits")
     names = [configuration.folder_name for configuration in found]
     if len(set(names)) < len(names):
         raise ValueError(f"two configurations have the same name: {sorted(names)}")
@@ -102,14 +119,16 @@ def run_sweep(
 
     Returns:
         Names of the configurations that failed; what they said is on stderr.
+
+    Raises:
+        ValueError: what is done in the folder was measured with other arguments.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    names = [configuration.name for configuration in configurations]
-    (folder / "sweep.json").write_text(json.dumps({"configurations": names, "arguments": list(arguments)}, indent=1))
+    _write_plan(folder, configurations, arguments)
     failed = []
     for number, configuration in enumerate(configurations, start=1):
         runs = folder / "runs" / configuration.folder_name
-        if all(is_done(runs, load) for load in loads):
+        if all(is_done(runs / "http" if configuration.over_http else runs, load) for load in loads):
             tell(f"{configuration.name}: done before")
             continue
         tell(f"{configuration.name} ({number} of {len(configurations)})")
@@ -120,6 +139,29 @@ def run_sweep(
             failed.append(configuration.name)
             tell(f"{configuration.name}: failed with exit code {done.returncode}")
     return failed
+
+
+def _write_plan(folder: Path, configurations: Sequence[Configuration], arguments: Sequence[str]) -> None:
+    """Notes what is measured. Loads may be added later; whatever else changed, figures of both would be mixed up."""
+    path = folder / "sweep.json"
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    kept = before.get("configurations", {})
+    fixed = _without_loads(arguments)
+    plans = {each.name: [*each.arguments, *fixed] for each in configurations}
+    for each in configurations:
+        was = kept.get(each.name, plans[each.name])
+        if was != plans[each.name] and any((folder / "runs" / each.folder_name).rglob("*.summary.json")):
+            raise ValueError(
+                f"{folder} holds figures of {each.name} that were measured with {shlex.join(was)}, not "
+                f"{shlex.join(plans[each.name])}: give another --output"
+            )
+    path.write_text(json.dumps({"configurations": {**kept, **plans}, "arguments": list(arguments)}, indent=1))
+
+
+def _without_loads(arguments: Sequence[str]) -> list[str]:
+    """Of flags with a value each, those that figures depend on."""
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    return [part for flag, value in pairs if flag not in _LOAD_FLAGS for part in (flag, value)]
 
 
 def environment_for(configuration: Configuration) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -53,26 +53,17 @@ def run(
     timeout: options.Timeout = 600.0,
     endpoint: options.Endpoint = None,
     api_key: options.ApiKey = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What the endpoint calls the model; unset: the first it lists.")
-    ] = None,
-    prompt_form: Annotated[
-        Literal["token-ids", "text", "chat"], typer.Option(help="How prompts are sent to an endpoint.")
-    ] = "token-ids",
-    vocab_size: Annotated[
-        int, typer.Option(metavar="COUNT", help="Token ids that an endpoint's prompts are drawn from.")
-    ] = 30000,
-    ignore_eos: Annotated[bool, typer.Option(help="Ask an endpoint for answers of full length.")] = True,
-    extra_body: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Further fields of each request to an endpoint.")
-    ] = None,
+    served_model_name: options.ServedModelName = None,
+    prompt_form: options.PromptForm = "token-ids",
+    vocab_size: options.VocabSize = 30000,
+    ignore_eos: options.IgnoreEos = True,
+    extra_body: options.ExtraBody = None,
+    endpoint_devices: options.EndpointDevices = 1,
     http: Annotated[
         bool, typer.Option("--http", help="Measure in process, then over HTTP as `serve` has it, and compare.")
     ] = False,
-    client: Annotated[Literal["own", "openai"], typer.Option(help="What reads the streams over HTTP.")] = "own",
-    client_processes: Annotated[
-        int, typer.Option(metavar="COUNT", help="Processes that the streams over HTTP are spread over.")
-    ] = 1,
+    client: options.ClientName = "own",
+    client_processes: options.ClientProcesses = 1,
     engine_process: EngineProcessName = "auto",
     max_num_seqs: Annotated[int | None, typer.Option(metavar="COUNT", help="Sequences that run at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(metavar="COUNT", help="Tokens of a step.")] = None,
@@ -128,7 +119,8 @@ def run(
             )
             outcome = measure_endpoint(
                 endpoint_options, bench_options, name=name or endpoint, vocab_size=vocab_size, client=client,
-                client_processes=client_processes, on_summary=show, folder=folder_of(output), command=_command(),
+                client_processes=client_processes, num_devices=endpoint_devices, on_summary=show,
+                folder=folder_of(output), command=_command(),
             )  # fmt: skip
         else:
             claim_device_memory(gpu_memory_utilization, tensor_parallel_size)
@@ -192,7 +184,10 @@ def measure_model(
     if http_client is not None:
         check_packages(http_client)  # before minutes of compiling
     config, folder = engine_config(settings), folder_of(output)
-    run = ModelRun(model, name or model, _command(), bench_options, temperature, show, folder)
+    only_over_http = http_client is not None and bench_options.workload.needs_text
+    run = ModelRun(
+        model, name or model, _command(), bench_options, temperature, show, folder, loads_in_process=not only_over_http
+    )
     setup = ProcessSetup(partial(configure_logging, verbose), progress_on)
     engine = None
     try:
@@ -204,7 +199,9 @@ def measure_model(
             engine = start_engine(model, config, progress_on())
             measured = measure(engine, run)
         environment, summaries = measured.environment, measured.summaries
-        parts = [f"{model}, {environment['device']}, in process, times in ms", format_table(summaries)]
+        parts = []
+        if not only_over_http:
+            parts += [f"{model}, {environment['device']}, in process, times in ms", format_table(summaries)]
         if http_client is not None:
             parts.append(
                 compare_over_http(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -47,6 +47,20 @@ Endpoint = Annotated[
 ]
 ApiKey = Annotated[
     str | None, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="Key that the endpoint wants.")
+]
+ServedModelName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="What the endpoint calls the model; unset: the first it lists.")
+]
+PromptForm = Annotated[Literal["token-ids", "text", "chat"], typer.Option(help="How prompts are sent to an endpoint.")]
+VocabSize = Annotated[int, typer.Option(metavar="COUNT", help="Token ids that an endpoint's prompts are drawn from.")]
+IgnoreEos = Annotated[bool, typer.Option(help="Ask an endpoint for answers of full length.")]
+ExtraBody = Annotated[str | None, typer.Option(metavar="JSON", help="Further fields of each request to an endpoint.")]
+EndpointDevices = Annotated[
+    int, typer.Option(metavar="COUNT", help="Devices that the endpoint runs on, for figures of each device.")
+]
+ClientName = Annotated[Literal["own", "openai"], typer.Option(help="What reads the streams over HTTP.")]
+ClientProcesses = Annotated[
+    int, typer.Option(metavar="COUNT", help="Processes that the streams over HTTP are spread over.")
 ]
 StaticBatching = Annotated[
     bool, typer.Option("--static-batching", help="Hold each batch until all of it is done, for comparison.")

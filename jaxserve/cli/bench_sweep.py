@@ -10,7 +10,7 @@ import typer
 from jaxserve.cli import bench_options as options
 from jaxserve.cli.errors import EXIT_FAILURE, reported_errors
 from jaxserve.cli.logs import configure_logging
-from jaxserve.cli.options import DTypeName, SyntheticAcceptance, Verbose
+from jaxserve.cli.options import DTypeName, PrefixCaching, SyntheticAcceptance, Verbose
 
 SWEEP_CONCURRENCY = "1,4,8,10,16,20,30,64"
 
@@ -41,6 +41,17 @@ def sweep(
     endpoint: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="A competitor: any OpenAI endpoint; may be repeated.")
     ] = None,
+    endpoint_devices: options.EndpointDevices = 1,
+    served_model_name: options.ServedModelName = None,
+    prompt_form: options.PromptForm = "token-ids",
+    vocab_size: options.VocabSize = 30000,
+    ignore_eos: options.IgnoreEos = True,
+    extra_body: options.ExtraBody = None,
+    client: options.ClientName = "own",
+    client_processes: options.ClientProcesses = 1,
+    max_devices: Annotated[
+        int | None, typer.Option(metavar="COUNT", help="Leave combinations out that need more devices.")
+    ] = None,
     concurrency: options.Concurrency = None,
     request_rate: options.RequestRate = None,
     trace_speed: options.TraceSpeed = None,
@@ -50,7 +61,9 @@ def sweep(
     temperature: options.Temperature = 0.0,
     timeout: options.Timeout = 600.0,
     max_num_seqs: Annotated[int | None, typer.Option(metavar="COUNT", help="Sequences that run at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(metavar="COUNT", help="Tokens of a step.")] = None,
     max_model_len: Annotated[int | None, typer.Option(metavar="COUNT", help="Longest sequence in tokens.")] = None,
+    enable_prefix_caching: PrefixCaching = False,
     quantization: Annotated[str | None, typer.Option(metavar="NAME", help="Of the weights.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(metavar="NAME", help="Of the KV cache.")] = None,
     dtype: DTypeName = "auto",
@@ -65,10 +78,19 @@ def sweep(
         from jaxserve.bench.workload import load_workload
         from jaxserve.cli.bench import parse_loads
 
-        has_arrivals = load_workload(workload).has_arrivals
+        chosen = load_workload(workload)
+        has_arrivals = chosen.has_arrivals
         if concurrency is None and request_rate is None and trace_speed is None and not has_arrivals:
             concurrency = SWEEP_CONCURRENCY
         loads = parse_loads(concurrency, request_rate, trace_speed, has_arrivals=has_arrivals)
+        if extra_body:
+            options.parse_json_object(extra_body, "--extra-body")
+        over_http = chosen.needs_text
+        asked = {
+            "--endpoint-devices": endpoint_devices, "--served-model-name": served_model_name,
+            "--prompt-form": prompt_form, "--vocab-size": vocab_size, "--extra-body": extra_body,
+            "--client": client, "--client-processes": client_processes,
+        }  # fmt: skip
         configurations = plan(
             model or [],
             tensor_parallel_sizes=options.parse_counts(tensor_parallel_size, "--tensor-parallel-size"),
@@ -76,20 +98,28 @@ def sweep(
             speculative_configs=speculative_config or [],
             static_batching=static_batching,
             endpoints=endpoint or [],
+            engine_arguments=["--enable-prefix-caching"] if enable_prefix_caching else [],
+            endpoint_arguments=[*_flags(asked), *([] if ignore_eos else ["--no-ignore-eos"])],
             synthetic_acceptance=speculative_synthetic_acceptance,
+            most_devices=max_devices,
+            over_http=over_http,
         )
         passed = {
             "--concurrency": concurrency, "--request-rate": request_rate, "--trace-speed": trace_speed,
             "--workload": workload, "--num-requests": num_requests, "--rounds": rounds, "--temperature": temperature,
-            "--timeout": timeout, "--max-num-seqs": max_num_seqs, "--max-model-len": max_model_len,
+            "--timeout": timeout, "--max-num-seqs": max_num_seqs, "--max-num-batched-tokens": max_num_batched_tokens,
+            "--max-model-len": max_model_len,
             "--quantization": quantization, "--kv-cache-dtype": kv_cache_dtype, "--dtype": dtype,
         }  # fmt: skip
-        arguments = [part for flag, value in passed.items() if value is not None for part in (flag, str(value))]
-        failed = run_sweep(configurations, loads, arguments, output, lambda text: typer.echo(text, err=True))
+        failed = run_sweep(configurations, loads, _flags(passed), output, lambda text: typer.echo(text, err=True))
         _report(output, title, slo_tpot_ms)
         if failed:
             typer.echo(f"failed: {', '.join(failed)}", err=True)
             raise typer.Exit(EXIT_FAILURE)
+
+
+def _flags(values: dict[str, object]) -> list[str]:
+    return [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
 
 
 def report(

@@ -30,6 +30,7 @@ from jaxserve.bench.floor import (
     weight_bytes_per_step,
 )
 from jaxserve.bench.http_comparison import check_packages, compare_over_http, differences
+from jaxserve.bench.model_run import ModelRun, measure
 from jaxserve.bench.records import Load, RequestRecord, RunResult, summarize
 from jaxserve.bench.results import find_series, read_series, write_environment, write_one_file
 from jaxserve.bench.run import BenchOptions
@@ -198,6 +199,14 @@ def test_a_setting_that_the_engine_does_not_have_is_named() -> None:
 def test_a_workload_of_text_needs_a_server(engine: EngineClient) -> None:
     with pytest.raises(ValueError, match="is sent as text"):
         measure(engine, replace(FIXED, workload=load_workload("json-schema")))
+
+
+def test_a_workload_of_text_is_no_hindrance_to_what_comes_over_http(engine: EngineClient, tmp_path: Path) -> None:
+    options = BenchOptions(workload=load_workload("json-schema"), loads=LOADS[:1])
+    run = ModelRun("tiny", "tiny", (), options, 0.5, lambda summary: None, tmp_path, loads_in_process=False)
+    measured = measure(engine, run)
+    assert measured.summaries == [] and measured.environment["workload"] == "json-schema"
+    assert measured.environment["traffic"] == {"num_requests": None, "rounds": 1, "temperature": 0.5}
 
 
 def test_a_trace_load_needs_arrival_times() -> None:

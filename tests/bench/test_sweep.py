@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from jaxserve.bench.compare import compare
 from jaxserve.bench.records import Load, Snapshot
-from jaxserve.bench.results import Series, find_series, read_series
+from jaxserve.bench.results import Series, find_series, read_series, write_environment
 from jaxserve.bench.sweep import Configuration, environment_for, plan, run_sweep
 from jaxserve.bench.verdict import verdict
 from jaxserve.cli.main import build_app
@@ -49,6 +49,25 @@ def test_every_combination_is_a_configuration_and_endpoints_compete() -> None:
     assert found[6].num_devices == 4
     assert found[8].arguments[-1] == "--static-batching"
     assert found[9].arguments == ("--endpoint", "http://127.0.0.1:8001/v1")
+
+
+def test_combinations_that_need_more_devices_than_there_are_can_be_left_out() -> None:
+    sizes: dict[str, Any] = {"tensor_parallel_sizes": [1, 2, 4], "data_parallel_sizes": [1, 2, 4]}
+    found = plan(["a"], **sizes, **ONE, most_devices=4)
+    assert names(found) == ["TP1", "TP1 x DP2", "TP1 x DP4", "TP2", "TP2 x DP2", "TP4"]
+    with pytest.raises(ValueError, match="--max-devices"):
+        plan(["a"], tensor_parallel_sizes=[4], data_parallel_sizes=[1], **ONE, most_devices=2)
+
+
+def test_what_is_sent_as_text_goes_over_http_and_what_is_for_endpoints_to_them_alone() -> None:
+    sizes: dict[str, Any] = {"tensor_parallel_sizes": [1], "data_parallel_sizes": [1]}
+    engine, endpoint = plan(
+        ["a"], **sizes, **ONE | {"endpoints": ["http://x:1"]}, over_http=True,
+        engine_arguments=["--enable-prefix-caching"], endpoint_arguments=["--prompt-form", "chat"],
+    )  # fmt: skip
+    assert engine.arguments == ("a", "--tensor-parallel-size", "1", "--enable-prefix-caching", "--http")
+    assert endpoint.arguments == ("--endpoint", "http://x:1", "--prompt-form", "chat")
+    assert engine.over_http and not endpoint.over_http
 
 
 def test_an_acceptance_that_is_made_up_goes_to_those_that_speculate() -> None:
@@ -92,6 +111,37 @@ def test_a_sweep_goes_on_where_it_stopped_and_past_what_fails(tmp_path: Path, co
     # A load more than was measured: TP1 is run again, and its own folder says what is left of it.
     run_sweep(configurations[:1], (*LOADS, Load("rate", 1)), [], tmp_path, lambda text: None)
     assert len(commands) == 3
+
+
+def test_a_folder_holds_figures_of_one_kind(tmp_path: Path, commands: list[list[str]]) -> None:
+    """Else a second sweep with another workload would tell the first one's figures as its own."""
+    [plain] = plan(["m"], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE)
+    run_sweep([plain], LOADS, ["--concurrency", "1", "--workload", "fixed:8/8"], tmp_path, lambda text: None)
+    write_run(tmp_path, "TP1")
+    with pytest.raises(
+        ValueError, match=r"TP1 that were measured with m --tensor-parallel-size 1 --workload fixed:8/8"
+    ):
+        run_sweep([plain], LOADS, ["--workload", "fixed:9/9"], tmp_path, lambda text: None)
+    other = replace(plain, arguments=(*plain.arguments, "--speculative-config", "{}"))
+    with pytest.raises(ValueError, match="give another --output"):
+        run_sweep([other], LOADS, ["--workload", "fixed:8/8"], tmp_path, lambda text: None)
+    # Further loads and another timeout are fine, and so is another configuration beside it.
+    [wide] = plan(["m"], tensor_parallel_sizes=[4], data_parallel_sizes=[1], **ONE)
+    further = ["--concurrency", "1,4", "--workload", "fixed:8/8", "--timeout", "9"]
+    run_sweep([plain, wide], LOADS, further, tmp_path, lambda text: None)
+    assert set(json.loads((tmp_path / "sweep.json").read_text())["configurations"]) == {"TP1", "TP4"}
+
+
+def test_a_run_that_was_done_over_http_is_looked_for_there(tmp_path: Path, commands: list[list[str]]) -> None:
+    [plain] = plan(["m"], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE, over_http=True)
+    runs = write_run(tmp_path, "TP1")  # in process
+    run_sweep([plain], LOADS, [], tmp_path, lambda text: None)
+    assert len(commands) == 1
+    runs.rename(tmp_path / "http")
+    runs.mkdir()
+    (tmp_path / "http").rename(runs / "http")
+    run_sweep([plain], LOADS, [], tmp_path, lambda text: None)
+    assert len(commands) == 1
 
 
 def test_a_cpu_has_as_many_devices_as_a_configuration_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +375,51 @@ def test_a_sweep_without_matplotlib_says_what_to_install(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, output = command("report", str(tmp_path))
     assert code == 1 and "pip install 'jaxserve[bench]'" in output
+
+
+def test_loads_of_one_configuration_may_lie_in_several_folders(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "TP1", loads=LOADS[:3], date="2026-01-02", settings={"num_pages": 7})
+    write_run(tmp_path / "b", "TP1", loads=LOADS[2:], date="2026-01-01", settings={"num_pages": 8}, tpot_ms=9.0)
+    write_run(tmp_path / "b", "TP2", loads=LOADS[:1], num_devices=2)
+    one, two = find_series(tmp_path)
+    assert [point.summary.load for point in one.points] == list(LOADS)
+    means = [point.summary.tpot_ms["mean"] for point in one.points]
+    assert means[2] < 6 < 9 < means[3]  # of the load that is there twice, the later run's
+    assert two.name == "TP2" and one.environment["date"] == "2026-01-02"
+
+
+def test_runs_that_differ_and_are_called_alike_are_told_apart(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "TP1", loads=LOADS[:1], workload="fixed:100/500")
+    write_run(tmp_path / "b", "TP1", loads=LOADS[:1], workload="sharegpt-like")
+    assert [part.name for part in find_series(tmp_path)] == ["TP1 (a/runs/tp1)", "TP1 (b/runs/tp1)"]
+
+
+def test_a_folder_of_one_thing_takes_no_other(tmp_path: Path) -> None:
+    known = {"model": "a", "workload": "fixed:8/8", "settings": {"max_num_seqs": 4, "num_pages": 5}, "date": "today"}
+    runs = write_run(tmp_path, "TP1", loads=LOADS[:1])
+    write_environment(runs, {"name": "TP1", **known, "model": "tiny"})
+    other = {"model": "tiny", "workload": "fixed:9/9", "settings": {"max_num_seqs": 8, "num_pages": 6}}
+    with pytest.raises(ValueError, match=r"something else \(workload fixed:8/8 -> fixed:9/9, max_num_seqs 4 -> 8\)"):
+        write_environment(runs, other)
+    assert json.loads((runs / "environment.json").read_text())["workload"] == "fixed:8/8"
+    later = {**known, "model": "tiny", "date": "tomorrow", "settings": {"max_num_seqs": 4, "num_pages": 9, "new": 1}}
+    write_environment(runs, later)  # what decides no figures may differ
+
+
+def test_parallelism_is_compared_within_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from jaxserve.bench.charts_choices import parallelism
+
+    for model, tpot_ms in (("a", 5.0), ("b", 50.0)):
+        for degree in (1, 2):
+            settings = {"tensor_parallel_size": degree}
+            write_run(tmp_path, f"{model} TP{degree}", model=model, tpot_ms=tpot_ms / degree, num_devices=degree,
+                      settings=settings)  # fmt: skip
+    figure = parallelism(find_series(tmp_path))
+    assert figure is not None
+    tops = [max(axes.lines[1].get_ydata()) for axes in figure.axes]  # of data parallelism, from one device's figures
+    assert len(tops) == 2 and tops[0] < 10 < 50 < tops[1]
+    assert figure.axes[0].get_title().startswith("a TP2: ") and figure.axes[1].get_title().startswith("b TP2: ")
 
 
 def test_unfinished_loads_are_no_part_of_a_series(tmp_path: Path) -> None:
