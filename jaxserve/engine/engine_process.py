@@ -247,8 +247,10 @@ class _Host:
             waiting = self._compiling.pop(request_id, None) if index is None else None
         if waiting is None:
             hosted.engine.abort(request_id, index)
-        else:
-            self._end(waiting, "abort")
+            return
+        if isinstance(waiting.sampling.constraint, ConstraintSource):
+            hosted.drop_constraint(waiting.sampling.constraint.source)  # nobody may wait for it any more
+        self._end(waiting, "abort")
 
     def _end(self, command: Submit, reason: Any, **fields: Any) -> None:
         """Ends all choices of a request that never came to the engine."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxserve.config import ToolCallFormat
 from jaxserve.constraint import Constraint
 from jaxserve.engine.request import EngineStoppedError, QueueFullError
@@ -13,7 +11,7 @@ from jaxserve.protocol.requests import ChatCompletionRequest, GenerationRequest
 from jaxserve.protocol.tools import NamedToolChoice, Tool, ToolChoice, ToolUse
 from jaxserve.structured.compiler import Compiler, GrammarCompiler
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.library_grammar import Grammar
+from jaxserve.structured.grammar_source import Grammar
 from jaxserve.structured.tool_grammar import CallShape, tool_call_grammar
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
@@ -96,9 +94,14 @@ class AnswerRules:
             return await self._constraint(request, use)
         except (QueueFullError, EngineStoppedError) as error:
             raise from_engine_error(error) from error
+        except GrammarError as error:  # it cannot even be written down
+            raise BadRequestError(str(error), code="invalid_grammar") from error
 
     def shown_ids(self, request: GenerationRequest, use: ToolUse | None) -> frozenset[int]:
-        """Control tokens that belong to the answer's text: those that its calls or tags are marked with."""
+        """Control tokens that belong to the answer's text: those that its calls or tags are marked with.
+
+        It may take milliseconds; any thread.
+        """
         if use is not None:
             return self._marker_ids
         tags = wanted_tags(request.response_format, request.structured_outputs)
@@ -160,13 +163,13 @@ class AnswerRules:
     async def _shape(self, tool: Tool, use: ToolUse, place: int) -> CallShape:
         """What the arguments are held to: the tool's schema, or any object where that cannot be enforced and need not."""
         function = tool.function
-        schema: dict[str, Any] = {"type": "object", **(function.parameters or {})}
+        grammar = Grammar.of_schema({"type": "object", **(function.parameters or {})})
         if function.strict:
             param = "tools" if use.choice == "named" else f"tools[{place}]"
-            await compile_wanted(self._grammars, Grammar.of_schema(schema), f"{param}.function.parameters")
-            return CallShape(function.name, schema)
+            await compile_wanted(self._grammars, grammar, f"{param}.function.parameters")
+            return CallShape(function.name, grammar.source)
         try:
-            await self._grammars.compile(Grammar.of_schema(schema))
+            await self._grammars.compile(grammar)
         except GrammarError:
-            return CallShape(function.name, {"type": "object"})
-        return CallShape(function.name, schema)
+            return CallShape(function.name, Grammar.of_schema({"type": "object"}).source)
+        return CallShape(function.name, grammar.source)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from jaxserve.constraint import Constraint
 from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.validation import StrictModel, kind, supported
 from jaxserve.structured.compiler import Compiler
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.library_grammar import Grammar
+from jaxserve.structured.grammar_source import Grammar
 from jaxserve.structured.structural_tag import Tag, structural_tag_grammar
 
 MAX_CHOICES_LISTED = 10_000
@@ -188,14 +188,12 @@ async def compile_tags(
     Raises:
         BadRequestError: they cannot be enforced; names the part at fault.
     """
-    tags = [Tag(structure.begin, structure.json_schema, structure.end) for structure in wanted.structures]
-    for place, tag in enumerate(tags):  # what is wrong with a schema alone is told by its name
-        await compile_wanted(compiler, Grammar.of_schema(tag.schema), f"{param}.structures[{place}].schema")
-    try:
-        grammar = structural_tag_grammar(tags, wanted.triggers, control_ids)
-    except GrammarError as error:
-        raise _refusal(error, param) from error
-    return await compile_wanted(compiler, grammar, param)
+    tags: list[Tag] = []
+    for place, structure in enumerate(wanted.structures):  # what is wrong with a schema alone is told by its name
+        schema = Grammar.of_schema(structure.json_schema)
+        await compile_wanted(compiler, schema, f"{param}.structures[{place}].schema")
+        tags.append(Tag(structure.begin, schema.source, structure.end))
+    return await compile_wanted(compiler, structural_tag_grammar(tags, wanted.triggers, control_ids), param)
 
 
 async def compile_wanted(compiler: Compiler, grammar: Grammar, param: str) -> Constraint:
@@ -218,8 +216,8 @@ def _clean_structural_tag(value: object) -> dict[str, Any]:
     param = "structured_outputs.structural_tag"
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = from_json(value, allow_inf_nan=False)
+        except ValueError as error:
             raise BadRequestError(f"`{param}` is no JSON: {error}", param=param) from None
     if not isinstance(value, dict):
         raise BadRequestError(f"`{param}` must be an object, not {kind(value)}", param=param)
@@ -231,8 +229,8 @@ def _parsed_schema(value: dict[str, Any] | bool | str | None) -> dict[str, Any] 
         return True if value is None else value
     param = "structured_outputs.json"
     try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError) as error:
+        parsed = from_json(value, allow_inf_nan=False)
+    except ValueError as error:
         raise BadRequestError(f"`{param}` is no JSON: {error}", param=param) from None
     if not isinstance(parsed, (dict, bool)):
         raise BadRequestError(f"`{param}` must be a schema, not {kind(parsed)}", param=param)

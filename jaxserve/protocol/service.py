@@ -18,7 +18,7 @@ from jaxserve.protocol.chunk_stream import ChunkStream
 from jaxserve.protocol.engine_protocol import Engine
 from jaxserve.protocol.errors import ApiError, BadRequestError, NotFoundError, from_engine_error
 from jaxserve.protocol.observer import RequestObserver
-from jaxserve.protocol.prompts import PromptBuilder
+from jaxserve.protocol.prompts import EncodedPrompt, PromptBuilder
 from jaxserve.protocol.requests import (
     MAX_PROMPT_TOKEN_IDS,
     ChatCompletionRequest,
@@ -39,7 +39,7 @@ from jaxserve.protocol.responses_api_requests import ResponsesRequest
 from jaxserve.protocol.responses_api_tools import own_names
 from jaxserve.protocol.text_chunks import WrittenChunk
 from jaxserve.protocol.tokenize_requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from jaxserve.protocol.tools import Tool
+from jaxserve.protocol.tools import Tool, ToolUse
 from jaxserve.structured.compiler import Compiler
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
@@ -253,8 +253,9 @@ class OpenAIService:
     ) -> Answer:
         self._check_generation(request)
         constraint = await self._rules.constraint(request)
-        shown_ids = self._rules.shown_ids(request, None)
-        prompts = await self._in_thread(lambda: self._prompts.completions(request, shown_ids))
+        prompts = await self._in_thread(
+            lambda: self._prompts.completions(request, self._rules.shown_ids(request, None))
+        )
         return self._starter.start(
             "cmpl", request, prompts, observer, has_echoes=request.echo, constraint=constraint, lazy=lazy
         )
@@ -275,10 +276,13 @@ class OpenAIService:
         self._check_generation(request)
         use = self._rules.tool_use(request)
         constraint = await self._rules.constraint(request, use)
-        tools = use and _told(request.tools)
-        shown_ids = self._rules.shown_ids(request, use)
-        prompts = [await self._in_thread(lambda: self._prompts.conversation(request, param, tools, shown_ids))]
+        prompts = [await self._in_thread(lambda: self._conversation(request, param, use))]
         return self._starter.start(kind, request, prompts, observer, constraint=constraint, tool_use=use, lazy=lazy)
+
+    def _conversation(self, request: ChatCompletionRequest, param: str, use: ToolUse | None) -> EncodedPrompt:
+        """In a thread."""
+        tools = use and _told(request.tools)
+        return self._prompts.conversation(request, param, tools, self._rules.shown_ids(request, use))
 
     def _check_generation(self, request: GenerationRequest) -> None:
         if request.model is not None:

@@ -15,7 +15,7 @@ from jaxserve.constraint import Constraint
 from jaxserve.engine.request import EngineStoppedError, QueueFullError
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammar import CompiledGrammar, compile_source
-from jaxserve.structured.library_grammar import Grammar, check_length
+from jaxserve.structured.grammar_source import Grammar, check_length
 from jaxserve.structured.trial_process import TrialSetup
 from jaxserve.structured.trials import GrammarTrials
 from jaxserve.structured.vocabulary import Vocabulary, library_special_ids, library_tokens, make_vocabulary
@@ -23,7 +23,8 @@ from jaxserve.text.tokenizer import Tokenizer
 
 _THREADS = 6  # of which each may hold a worker for as long as the time limit
 _MAX_WAITING = 512  # grammars
-_KEPT = 128  # grammars
+_KEPT = 512  # grammars, 0.1 MB of memory each as people write them: of a request with 128 tools each has one
+_KEPT_CHARACTERS = 4_000_000  # of all of them: long ones take up to 250 bytes of memory for each
 _TIME_LIMIT = 10.0  # seconds
 _UNLIMITED_STACK = 2 << 20  # bytes that threads have where there is no limit
 _MIN_STACK, _MAX_STACK = 256 << 10, 4 << 20  # bytes; nested objects take up to 10,000 each
@@ -122,15 +123,22 @@ class ForwardingCompiler:
         if entry is None:
             entry = self._entries[grammar] = _Entry(self._submit(grammar))
             entry.future.add_done_callback(lambda future: self._keep_or_forget(grammar, entry))
+            self._forget_oldest()
         if grammar in self._entries:  # else it failed at once
             self._entries.move_to_end(grammar)
-        # Whoever comes for one that still compiles is to share it; how many those may be is limited elsewhere.
-        excess = len(self._entries) - _KEPT
-        if excess > 0:
-            done = [kept for kept, other in self._entries.items() if other.future.done()]
-            for kept in done[:excess]:
-                del self._entries[kept]
         return entry
+
+    def _forget_oldest(self) -> None:
+        """Those that are too many. Whoever comes for one that still compiles is to share it; those are limited elsewhere."""
+        too_many = len(self._entries) - _KEPT
+        too_long = sum(len(grammar.source) for grammar in self._entries) - _KEPT_CHARACTERS
+        for grammar, entry in [*self._entries.items()]:
+            if too_many <= 0 and too_long <= 0:
+                break
+            if entry.future.done():
+                del self._entries[grammar]
+                too_many -= 1
+                too_long -= len(grammar.source)
 
     def _keep_or_forget(self, grammar: Grammar, entry: _Entry) -> None:
         """What is wrong with a grammar stays so; what else kept it from being compiled may be over the next time."""

@@ -12,7 +12,8 @@ import llguidance
 import numpy as np
 
 from jaxserve.constraint import ConstraintError, TokenConstraint
-from jaxserve.structured.library_grammar import Grammar, first_line, library_grammar, make_matcher
+from jaxserve.structured.grammar_source import Grammar
+from jaxserve.structured.library_grammar import first_line, library_grammar, make_matcher
 from jaxserve.structured.vocabulary import Vocabulary
 
 

@@ -8,6 +8,7 @@ to fewer spellings than there are.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
@@ -40,6 +41,10 @@ _ESCAPES = "\b\f\n\r\t"  # control characters that have a short escape
 
 Schema = dict[str, Any] | bool
 
+# Between the tokens of JSON stands at most this, once: so that no output consists of it. Without \u: a name of a property
+# could hide behind it.
+JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n {0,16}", "json_allowed_escapes": '"\\bfnrt'}
+
 
 def check_schema(schema: Schema) -> None:
     """Raises:
@@ -59,6 +64,19 @@ def check_schema(schema: Schema) -> None:
     for reference, path in references.items():
         if reference not in finite:
             raise GrammarError(f"{reference!r} refers to itself without end: no finite value satisfies it", path)
+
+
+def inline_schema(schema: Schema) -> str:
+    """A schema as JSON, to stand behind Lark's `%json`; enforced just as it is alone.
+
+    Raises:
+        GrammarError: it cannot be enforced.
+    """
+    check_schema(schema)
+    if schema is False:
+        raise GrammarError("nothing satisfies the schema `false`")
+    parts = {} if isinstance(schema, bool) else schema
+    return json.dumps({**parts, "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
 
 
 def _finite(unknown: list[tuple[Any, list[str]]]) -> set[str]:

@@ -4,54 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from typing import Any, Literal
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.json_schema import check_schema
+from jaxserve.structured.grammar_source import Grammar, check_length
+from jaxserve.structured.json_schema import JSON_OPTIONS, check_schema
+from jaxserve.structured.structural_tag import structural_tag_lark
+from jaxserve.structured.tool_grammar import tool_call_lark
 
-MAX_GRAMMAR_LENGTH = 256_000  # characters
-_WHITE_SPACE = r" |\n {0,16}"  # between the tokens of JSON, at most this once: so that no output consists of it
-# Without \u: a name of a property could hide behind it.
-_JSON_OPTIONS: Any = {"whitespace_pattern": _WHITE_SPACE, "json_allowed_escapes": '"\\bfnrt'}
 _REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 # For whoever mends the library, not for clients.
 _DETAILS = re.compile(r"<(?:state|backtrace|non-verbose)\b.*", re.DOTALL)
-
-GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """What an output must be.
-
-    Attributes:
-        kind: "json": text that satisfies a JSON Schema; "regex": text that matches as a whole; "choice": one of several
-            texts; "grammar": Lark's or GBNF's notation; "lark": the same, known to be Lark's.
-        source: the schema or the list of texts as JSON, or the expression or grammar itself.
-    """
-
-    kind: GrammarKind
-    source: str
-
-    @staticmethod
-    def of_schema(schema: dict[str, Any] | bool) -> Grammar:
-        return Grammar("json", json.dumps(schema, ensure_ascii=False))
-
-    @staticmethod
-    def of_choices(choices: list[str]) -> Grammar:
-        return Grammar("choice", json.dumps(choices, ensure_ascii=False))
-
-
-def check_length(grammar: Grammar) -> None:
-    """Raises:
-    GrammarError: it is too long.
-    """
-    if len(grammar.source) > MAX_GRAMMAR_LENGTH:
-        raise GrammarError(f"it has {len(grammar.source)} characters; the limit is {MAX_GRAMMAR_LENGTH}")
 
 
 def library_grammar(grammar: Grammar) -> str:
@@ -89,21 +54,6 @@ def make_matcher(source: str, tokenizer: llguidance.LLTokenizer) -> llguidance.L
     return matcher
 
 
-def inline_schema(schema: dict[str, Any] | bool) -> str:
-    """A schema as JSON, to stand behind Lark's `%json`; enforced just as `Grammar.of_schema` is.
-
-    Raises:
-        GrammarError: it cannot be enforced.
-    """
-    parts = {} if isinstance(schema, bool) else schema
-    source = json.dumps({**parts, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
-    check_length(Grammar("json", source))  # first: clients' schemas come here where others wait meanwhile
-    check_schema(schema)
-    if schema is False:
-        raise GrammarError("nothing satisfies the schema `false`")
-    return source
-
-
 def first_line(message: str) -> str:
     """What the library says is wrong, for clients: without where that is in the library."""
     if message.startswith("panic"):
@@ -120,7 +70,7 @@ def _library_grammar(grammar: Grammar) -> str:
             if schema is False:
                 raise GrammarError("nothing satisfies the schema `false`")
             source = json.dumps({} if schema is True else schema, ensure_ascii=False)
-            return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=_JSON_OPTIONS)
+            return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS)
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(grammar.source)
         case "choice":
@@ -130,6 +80,10 @@ def _library_grammar(grammar: Grammar) -> str:
             return llguidance.LLMatcher.grammar_from_lark(_as_lark(grammar.source))
         case "lark":
             return llguidance.LLMatcher.grammar_from_lark(grammar.source)
+        case "tools":
+            return llguidance.LLMatcher.grammar_from_lark(tool_call_lark(grammar.source))
+        case "tags":
+            return llguidance.LLMatcher.grammar_from_lark(structural_tag_lark(grammar.source))
 
 
 def _as_lark(source: str) -> str:

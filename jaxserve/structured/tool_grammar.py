@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxserve.config import ToolCallFormat
-from jaxserve.structured.library_grammar import Grammar, inline_schema
+from jaxserve.structured.grammar_source import Grammar, json_text
+from jaxserve.structured.json_schema import inline_schema
 from jaxserve.text.tool_call_text import HERMES_BEGIN, HERMES_END, MISTRAL_BEGIN
 
 
 @dataclass(frozen=True)
 class CallShape:
-    """A tool that may be called, and the schema that its arguments are held to."""
+    """A tool that may be called, and the schema that its arguments are held to, as `json_text` writes it."""
 
     name: str
-    schema: dict[str, Any] | bool
+    schema: str
 
 
 def tool_call_grammar(
@@ -29,7 +29,7 @@ def tool_call_grammar(
     mistral_begin_id: int | None = None,
     answer: str | None = None,
 ) -> Grammar:
-    """What an answer may be.
+    """What an answer may be. The schemas are looked at where it is compiled.
 
     Args:
         must_call: it consists of calls; else it may be calls, or text with calls in it, as the form has it.
@@ -38,13 +38,27 @@ def tool_call_grammar(
         mistral_begin_id: of the control token that calls begin with, where the vocabulary has it.
         answer: JSON Schema that an answer without a call must satisfy, as text; None: it may be any text.
     """
-    begin, separator, end = _frame(kind, mistral_begin_id)
+    form = {"kind": kind, "must_call": must_call, "several": several, "mistral_begin_id": mistral_begin_id}
+    # Of parts that are JSON already: others wait until it is written.
+    shapes = ",".join(f"[{json_text(tool.name)},{tool.schema}]" for tool in tools)
+    return Grammar("tools", f'{{"form":{json_text(form)},"answer":{answer or "null"},"tools":[{shapes}]}}')
+
+
+def tool_call_lark(source: str) -> str:
+    """What `tool_call_grammar` has made, in Lark's notation. It takes a tenth of a second for long ones.
+
+    Raises:
+        GrammarError: a schema cannot be enforced.
+    """
+    asked = json.loads(source)
+    kind, several = asked["form"]["kind"], asked["form"]["several"]
+    begin, separator, end = _frame(kind, asked["form"]["mistral_begin_id"])
     lines = ["%llguidance {}"]
     calls = []
     key = "parameters" if kind == "llama3_json" else "arguments"
-    for place, tool in enumerate(tools):
-        lines.append(f"call_{place}: {_text(_opening(tool.name, key))} arguments_{place} {_text('}')}")
-        lines.append(f"arguments_{place}: %json {inline_schema(tool.schema)}")
+    for place, (name, schema) in enumerate(asked["tools"]):
+        lines.append(f"call_{place}: {_text(_opening(name, key))} arguments_{place} {_text('}')}")
+        lines.append(f"arguments_{place}: %json {inline_schema(schema)}")
         calls.append(f"call_{place}")
     lines.append(f"call: {' | '.join(calls)}")
     if kind == "hermes":
@@ -52,15 +66,15 @@ def tool_call_grammar(
         lines.append(f"calls: {begin} {one}" + (f" ({_text(chr(10) + HERMES_BEGIN)} {one})*" if several else ""))
     else:
         lines.append(f"calls: {begin} call" + (f" ({_text(separator)} call)*" if several else "") + f" {end}")
-    if must_call:
+    if asked["form"]["must_call"]:
         lines.append("start: calls")
-    elif answer is not None:
-        lines += ["start: calls | answer", f"answer: %json {inline_schema(json.loads(answer))}"]
+    elif asked["answer"] is not None:
+        lines += ["start: calls | answer", f"answer: %json {inline_schema(asked['answer'])}"]
     elif kind == "llama3_json":
         lines += ["start: calls | TEXT |", r"TEXT: /[^{\s](.|\n)*/"]
     else:
         lines += _text_with_calls(kind, begin, several)
-    return Grammar("lark", "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def _frame(kind: ToolCallFormat, mistral_begin_id: int | None) -> tuple[str, str, str]:

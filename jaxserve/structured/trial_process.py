@@ -27,7 +27,8 @@ from typing import Any
 import llguidance
 
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.library_grammar import Grammar, first_line, library_grammar, make_matcher
+from jaxserve.structured.grammar_source import Grammar
+from jaxserve.structured.library_grammar import first_line, library_grammar, make_matcher
 
 HELLO = b"w"
 _NICENESS = 5
@@ -159,10 +160,13 @@ class _Worker:
         while True:
             message = self._grammars.get()
             _limit_cpu_time(self._setup.time_limit + _CPU_SECONDS)
-            reply = self._try(message)
-            is_worn = _address_space() > self._start_bytes + _RENEWED_AFTER * self._setup.memory_limit
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was given up
-                send_message(self._channel, json.dumps({**reply, "is_worn": is_worn}).encode())
+            try:
+                reply = self._try(message)
+                is_worn = _address_space() > self._start_bytes + _RENEWED_AFTER * self._setup.memory_limit
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was given up
+                    send_message(self._channel, json.dumps({**reply, "is_worn": is_worn}).encode())
+            except MemoryError:  # else nobody would answer; so it ends as where the library runs out of memory
+                os._exit(1)
 
     def _try(self, message: bytes) -> dict[str, Any]:
         try:
@@ -171,7 +175,7 @@ class _Worker:
         except GrammarError as error:
             return {"error": str(error), "path": error.path}
         except MemoryError:
-            os._exit(1)  # as where the library runs out of it
+            raise
         except Exception:
             return {"fault": traceback.format_exc()}
         except BaseException as error:  # the library's panics are no `Exception`

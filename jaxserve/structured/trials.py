@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 from jaxserve.engine.request import EngineStoppedError
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.library_grammar import Grammar
+from jaxserve.structured.grammar_source import Grammar
 from jaxserve.structured.trial_process import (
     HELLO,
     TrialSetup,
@@ -165,7 +165,7 @@ class GrammarTrials:
 
     def _limits(self) -> TrialSetup:
         if self._setup is None:
-            self._setup = self._make_setup()
+            self._setup = self._make_setup()  # once: whoever comes first starts the process, with a lock
         return self._setup
 
     def _check_open(self) -> None:
@@ -186,10 +186,14 @@ class _Process:
     def __init__(self, setup: TrialSetup) -> None:
         self._lock = threading.Lock()  # one message at a time
         self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN, json.dumps(sys.path)], stdin=theirs.fileno(), start_new_session=True
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _MAIN, json.dumps(sys.path)], stdin=theirs.fileno(), start_new_session=True
+                )
+        except BaseException:
+            self._control.close()
+            raise
         self._control.settimeout(_START_SECONDS)
         with contextlib.suppress(OSError):  # it has ended, which whoever wants a worker finds
             send_message(self._control, pickle.dumps(setup))

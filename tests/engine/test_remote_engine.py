@@ -207,6 +207,18 @@ def test_a_constraint_that_nobody_waits_for_any_more_is_dropped(engine: RemoteEn
     assert engine.compile_constraint(((1,),)).result(TIMEOUT) and asked.cancelled()
 
 
+def test_what_an_aborted_request_waited_for_is_dropped(engine: RemoteEngine, folder: Path) -> None:
+    (folder / "dropped").unlink(missing_ok=True)
+    (folder / "compiling").touch()
+    source, received = ((), (2,)), Collected()
+    request_id = engine.submit_with_callback(PROMPT, SamplingParams(constraint=ConstraintSource(source)), received)
+    engine.abort(request_id)
+    engine.flush_prefix_cache().result(TIMEOUT)  # behind it
+    assert received.all()[-1].finish_reason == "abort"
+    assert (folder / "dropped").read_text() == repr(source)
+    (folder / "compiling").unlink()
+
+
 def test_constraints_are_compiled_in_the_engine_s_process(engine: RemoteEngine) -> None:
     words = ((3, 4), (5,), (6, 7))
     constraint = engine.compile_constraint(words).result(TIMEOUT)

@@ -158,14 +158,19 @@ def test_what_was_looked_at_ahead_is_forgotten() -> None:
 
 
 @pytest.mark.anyio
-async def test_grammars_are_kept() -> None:
+@pytest.mark.parametrize(("limit", "most"), [("_KEPT", 20), ("_KEPT_CHARACTERS", 80)])
+async def test_grammars_are_kept(monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
+    monkeypatch.setattr(f"jaxserve.structured.compiler.{limit}", most)
     compiler = GrammarCompiler(byte_tokenizer())
     try:
         first = await compiler.compile(Grammar("regex", "a+"))
         assert await compiler.compile(Grammar("regex", "a+")) is first
         with pytest.raises(GrammarError):
             await compiler.compile(Grammar("regex", "(a"))
-        for number in range(200):
+        for number in range(2):
+            await compiler.compile(Grammar("regex", f"a{{{number + 1}}}"))
+        assert await compiler.compile(Grammar("regex", "a+")) is first
+        for number in range(20):
             await compiler.compile(Grammar("regex", f"a{{{number + 1}}}"))
         assert await compiler.compile(Grammar("regex", "a+")) is not first
     finally:

@@ -11,7 +11,6 @@ from jaxserve.structured import json_schema
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammar import Grammar
 from jaxserve.structured.json_schema import check_schema
-from jaxserve.structured.library_grammar import inline_schema
 from tests.structured.grammars import accepts, allowed, compiled, refused_at
 
 TREE = {
@@ -203,8 +202,3 @@ def test_numbers_that_no_float_holds_are_bounds_like_others() -> None:
     check_schema({"type": "integer", "exclusiveMinimum": 10**400, "maximum": 10**400 + 1})
     with pytest.raises(GrammarError, match="exclusiveMinimum"):
         check_schema({"type": "integer", "exclusiveMinimum": 10**400, "maximum": 10**400})
-
-
-def test_a_part_of_a_grammar_may_be_no_longer_than_all_of_it() -> None:
-    with pytest.raises(GrammarError, match="the limit is"):
-        inline_schema({"enum": ["a" * 256_000]})

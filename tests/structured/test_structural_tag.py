@@ -7,15 +7,18 @@ from collections.abc import Sequence
 import pytest
 
 from jaxserve.structured.errors import GrammarError
+from jaxserve.structured.grammar_source import json_text
 from jaxserve.structured.structural_tag import Tag, structural_tag_grammar
 from tests.fakes import byte_tokenizer
 from tests.structured.grammars import compiled, refused_at
 
-NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+NUMBER = json_text(
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+)
 TAGS = [
     Tag("<function=f>", NUMBER, "</function>"),
-    Tag("<function=g>", {"type": "array", "items": {"enum": ["é"]}, "maxItems": 2}, "</function>"),
-    Tag("😀[", True, ""),
+    Tag("<function=g>", '{"type": "array", "items": {"enum": ["é"]}, "maxItems": 2}', "</function>"),
+    Tag("😀[", "true", ""),
 ]
 TRIGGERS = ["<function=", "😀"]
 
@@ -63,18 +66,18 @@ def test_control_tokens_stand_for_themselves() -> None:
 @pytest.mark.parametrize(
     ("tags", "triggers", "path"),
     [
-        ([Tag("<f>", True, "")], ["<g"], "triggers[0]"),
-        ([Tag("<f>", True, ""), Tag("[f", True, "")], ["<"], "structures[1].begin"),
-        ([Tag("<f>", True, "")], ["<", "<f"], "triggers[0]"),
-        ([Tag("<f>", True, "")], ["<f", "<f"], "triggers[0]"),
-        ([Tag("<f>", {"properties": {"x": {"not": {}}}}, "")], ["<"], "structures[0].schema.properties.x.not"),
-        ([Tag("<f>", False, "")], ["<"], "structures[0].schema"),
-        ([Tag("so <|im_end|>x", True, "")], ["so <|im_end|>"], "triggers[0]"),
+        ([Tag("<f>", "true", "")], ["<g"], "triggers[0]"),
+        ([Tag("<f>", "true", ""), Tag("[f", "true", "")], ["<"], "structures[1].begin"),
+        ([Tag("<f>", "true", "")], ["<", "<f"], "triggers[0]"),
+        ([Tag("<f>", "true", "")], ["<f", "<f"], "triggers[0]"),
+        ([Tag("<f>", '{"properties": {"x": {"not": {}}}}', "")], ["<"], "structures[0].schema.properties.x.not"),
+        ([Tag("<f>", "false", "")], ["<"], "structures[0].schema"),
+        ([Tag("so <|im_end|>x", "true", "")], ["so <|im_end|>"], "triggers[0]"),
     ],
 )
 def test_what_cannot_be_enforced_is_named(tags: list[Tag], triggers: list[str], path: str) -> None:
     tokenizer = byte_tokenizer()
     control_ids = {"<|im_end|>": tokenizer.eos_token_ids[0]}
     with pytest.raises(GrammarError) as refused:
-        structural_tag_grammar(tags, triggers, control_ids)
+        compiled(structural_tag_grammar(tags, triggers, control_ids))
     assert refused.value.path == path

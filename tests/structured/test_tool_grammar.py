@@ -5,21 +5,25 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.config import ToolCallFormat
+from jaxserve.structured.errors import GrammarError
+from jaxserve.structured.grammar_source import json_text
 from jaxserve.structured.tool_grammar import CallShape, tool_call_grammar
 from tests.structured.grammars import compiled, refused_at
 
 SHAPES = [
     CallShape(
         "f",
-        {
-            "type": "object",
-            "properties": {"a": {"$ref": "#/$defs/number"}},
-            "required": ["a"],
-            "additionalProperties": False,
-            "$defs": {"number": {"type": "integer"}},
-        },
+        json_text(
+            {
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/number"}},
+                "required": ["a"],
+                "additionalProperties": False,
+                "$defs": {"number": {"type": "integer"}},
+            }
+        ),
     ),
-    CallShape("g", {"type": "object"}),
+    CallShape("g", '{"type": "object"}'),
 ]
 CALLS = {
     "hermes": ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "\n"),
@@ -58,6 +62,15 @@ def test_calls_that_may_be(kind: ToolCallFormat) -> None:
     assert stop_of(kind, "Hello [there] <b", must_call=False) is None
     assert stop_of(kind, call, must_call=False) is None
     assert stop_of(kind, call.replace("1", '"'), must_call=False) == call.index("1")
+
+
+def test_schemas_are_looked_at_where_they_are_compiled() -> None:
+    """And not on the way there, where others wait for it."""
+    shape = CallShape("f", '{"not": {}}')
+    grammar = tool_call_grammar("hermes", [shape], must_call=True, several=True)
+    with pytest.raises(GrammarError, match="`not`"):
+        compiled(grammar)
+    assert len(grammar.source) < 200
 
 
 def test_text_around_calls() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,14 +21,20 @@ import pytest
 
 from jaxserve.constraint import Constraint
 from jaxserve.engine.request import EngineStoppedError, QueueFullError
+from jaxserve.structured import trial_process
 from jaxserve.structured.compiler import ForwardingCompiler, GrammarCompiler
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.library_grammar import Grammar, first_line
+from jaxserve.structured.grammar_source import Grammar
+from jaxserve.structured.library_grammar import first_line
+from jaxserve.structured.trial_process import TrialSetup
+from jaxserve.structured.trials import GrammarTrials
+from jaxserve.structured.vocabulary import library_special_ids, library_tokens
 from jaxserve.text.tokenizer import Tokenizer
 from tests.fakes import byte_tokenizer
-from tests.structured.grammars import compiled, refused_at
+from tests.structured.grammars import byte_vocabulary, compiled, refused_at
 
 ROOT = Path(__file__).parents[2]
+SETUP = TrialSetup(library_tokens(byte_tokenizer()), library_special_ids(byte_tokenizer()), 1 << 30, 20.0, 512 << 10)
 
 
 def endless(number: int) -> Grammar:
@@ -152,6 +160,46 @@ async def test_processes_that_others_have_ended_are_started_anew() -> None:
         assert refused_at(await compiler.compile(Grammar("regex", "ab")), "ab") is None
     finally:
         compiler.close()
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no process is left")
+
+    trials = GrammarTrials(lambda: SETUP)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("subprocess.Popen", refuse)
+            with pytest.raises(OSError, match="no process"):
+                trials.try_out(Grammar("regex", "a"))
+        gc.collect()  # which would tell of sockets that nobody closed
+        assert trials.try_out(Grammar("regex", "a"))
+    finally:
+        trials.close()
+
+
+def test_a_worker_without_memory_for_its_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever asked would wait for the whole time limit, and be told of that."""
+    ended: list[int] = []
+
+    def end(code: int) -> None:
+        ended.append(code)
+        raise SystemExit
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        tokenizer = byte_vocabulary().tokenizer
+        worker = trial_process._Worker(theirs, tokenizer, SETUP)
+        worker._grammars.put(b'{"kind": "regex", "source": "a"}')
+        monkeypatch.setattr(trial_process, "_limit_cpu_time", lambda seconds: None)
+        monkeypatch.setattr(trial_process, "send_message", fail)
+        monkeypatch.setattr("os._exit", end)
+        with pytest.raises(SystemExit):
+            worker._try_all()
+    assert ended == [1]
 
 
 def test_they_end_with_the_process_that_asks() -> None:
