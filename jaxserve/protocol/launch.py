@@ -51,11 +51,16 @@ def launch(
 
     Raises:
         CheckpointError: the model cannot be found, read or used; one line says what to do about it.
-        ValueError: the pinned prompt cannot be served.
+        ValueError: the pinned prompt cannot be served, or there is no prefix cache to keep it in.
         ClusterError: another host with which this one was to share the model is gone.
         EngineProcessError: the engine's process ended while it loaded.
     """
     _check_shared(model, config)
+    if pinned_prompt is not None and not config.enable_prefix_caching:
+        raise ValueError(
+            "a pinned prompt is kept in the prefix cache, and enable_prefix_caching is False: leave --pinned-prompt or "
+            "--no-enable-prefix-caching out"
+        )
     folder = converted_folder(resolve_model(model, progress), progress)
     check_files(folder, read_manifest(folder))
     tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)

@@ -4,7 +4,9 @@ import pytest
 
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings
-from jaxserve.protocol.launch import load_chat_template
+from jaxserve.config import EngineConfig
+from jaxserve.progress import NoProgress
+from jaxserve.protocol.launch import launch, load_chat_template
 from jaxserve.text.tokenizer import Tokenizer
 from tests.tiny_model import CHAT_TEMPLATE, byte_level_tokenizer
 
@@ -24,3 +26,8 @@ def test_template_is_the_checkpoints() -> None:
     assert template is not None
     assert "user\nhi" in template.render([{"role": "user", "content": "hi"}])
     assert load_chat_template(tokenizer_with(None), "some-model") is None
+
+
+def test_a_pinned_prompt_needs_the_prefix_cache() -> None:
+    with pytest.raises(ValueError, match="leave --pinned-prompt or --no-enable-prefix-caching out"):
+        launch("some-model", EngineConfig(enable_prefix_caching=False), NoProgress(), pinned_prompt="Be brief.")
