@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.bench import model_run
 from jaxserve.bench.engine_run import (
     devices_of,
     engine_config,
@@ -30,7 +31,6 @@ from jaxserve.bench.floor import (
     weight_bytes_per_step,
 )
 from jaxserve.bench.http_comparison import check_packages, compare_over_http, differences
-from jaxserve.bench.model_run import ModelRun, measure
 from jaxserve.bench.records import Load, RequestRecord, RunResult, summarize
 from jaxserve.bench.results import find_series, read_series, write_environment, write_one_file
 from jaxserve.bench.run import BenchOptions
@@ -203,8 +203,8 @@ def test_a_workload_of_text_needs_a_server(engine: EngineClient) -> None:
 
 def test_a_workload_of_text_is_no_hindrance_to_what_comes_over_http(engine: EngineClient, tmp_path: Path) -> None:
     options = BenchOptions(workload=load_workload("json-schema"), loads=LOADS[:1])
-    run = ModelRun("tiny", "tiny", (), options, 0.5, lambda summary: None, tmp_path, loads_in_process=False)
-    measured = measure(engine, run)
+    run = model_run.ModelRun("tiny", "tiny", (), options, 0.5, lambda summary: None, tmp_path, loads_in_process=False)
+    measured = model_run.measure(engine, run)
     assert measured.summaries == [] and measured.environment["workload"] == "json-schema"
     assert measured.environment["traffic"] == {"num_requests": None, "rounds": 1, "temperature": 0.5}
 
