@@ -72,9 +72,11 @@ def plan_limits(
         free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs) - reserved
         num_pages = min(pages_wanted, free // page_bytes)
         if num_pages < 1:
+            per_token, per_sequence = _work_space_bytes(model_config)
+            left = free - page_bytes + per_token * max_num_batched_tokens + per_sequence * max_num_seqs
             raise OutOfMemoryError(
-                f"no memory is left for the KV cache: {free / _GIB:.2f} GiB free, a page takes {page_bytes} bytes; raise "
-                "--gpu-memory-utilization, lower --max-num-batched-tokens, or use a smaller model"
+                f"no memory is left for the KV cache: {free / _GIB:.2f} GiB free, a page takes {page_bytes} bytes; "
+                + _remedy(left, per_token, per_sequence, max_num_seqs)
             )
     room = num_pages * config.page_size
     if config.max_model_len is not None and room < config.max_model_len and config.num_pages is None:
@@ -149,7 +151,27 @@ def free_cache_bytes(
     if device.platform == "cpu":
         return min(_CPU_CACHE_BYTES, available_host_bytes() // 4)
     stats = device.memory_stats()
-    width = 4 * model_config.intermediate_size + 8 * model_config.hidden_size
-    work_space = 4 * max_num_batched_tokens * width + 16 * max_num_seqs * model_config.vocab_size + _GIB
+    per_token, per_sequence = _work_space_bytes(model_config)
+    work_space = per_token * max_num_batched_tokens + per_sequence * max_num_seqs + _GIB
     usable = usable_device_bytes(stats["bytes_limit"], config.gpu_memory_utilization)
     return usable - stats["bytes_in_use"] - work_space
+
+
+def _work_space_bytes(model_config: ModelConfig) -> tuple[int, int]:
+    """What a step takes at most of one GPU for each of its tokens, and for each sequence."""
+    return 4 * (4 * model_config.intermediate_size + 8 * model_config.hidden_size), 16 * model_config.vocab_size
+
+
+def _remedy(left: int, per_token: int, per_sequence: int, max_num_seqs: int) -> str:
+    """What to do where a step's work space leaves no page.
+
+    Args:
+        left: bytes for that work space, if there is to be one page.
+    """
+    tokens = (left - per_sequence * max_num_seqs) // per_token
+    if tokens >= max_num_seqs:
+        return f"use --max-num-batched-tokens {tokens} or less, or raise --gpu-memory-utilization"
+    sequences = left // (per_token + per_sequence)
+    if sequences >= 1:
+        return f"use --max-num-seqs and --max-num-batched-tokens {sequences} or less, or raise --gpu-memory-utilization"
+    return "raise --gpu-memory-utilization, or use --quantization, a smaller model or more devices"

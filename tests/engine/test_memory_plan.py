@@ -122,6 +122,21 @@ def test_a_card_that_is_full_is_told_with_the_flag_to_change() -> None:
     assert limits_on_a_card(0.73).max_model_len == room  # what was not asked for is cut, which is told
 
 
+def test_a_step_that_takes_all_is_told_with_the_largest_that_fits() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"use --max-num-batched-tokens \d+ or less") as refusal:
+        limits_on_a_card(0.6, max_num_batched_tokens=1_000_000)
+    fitting = int(str(refusal.value).split("--max-num-batched-tokens ")[1].split()[0])
+    assert limits_on_a_card(0.6, max_num_batched_tokens=fitting).num_pages >= 1
+    with pytest.raises(OutOfMemoryError, match="--max-num-batched-tokens"):
+        limits_on_a_card(0.6, max_num_batched_tokens=fitting + 100)
+    with pytest.raises(
+        OutOfMemoryError, match=r"use --max-num-seqs and --max-num-batched-tokens \d+ or less"
+    ) as refusal:
+        limits_on_a_card(0.6, max_num_seqs=1_000_000)
+    fitting = int(str(refusal.value).split("--max-num-batched-tokens ")[1].split()[0])
+    assert limits_on_a_card(0.6, max_num_seqs=fitting, max_num_batched_tokens=fitting).num_pages >= 1
+
+
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(RuntimeError, match=r"device 'gpu' was asked for, .*CUDA_VISIBLE_DEVICES, or use --device cpu"):
         make_engine_mesh(EngineConfig(device="gpu"))
