@@ -62,10 +62,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-def obey(engine: Engine, case: SchemaCase, seed: int, *, stream: bool) -> bool:
+def obey(engine: Engine, case: SchemaCase, seed: int, *, stream: bool, max_tokens: int = MAX_TOKENS) -> bool:
     """One answer at a high temperature; whether it was whole."""
     fields: dict[str, Any] = {
-        "messages": [USER], "temperature": 1.5, "seed": seed, "max_tokens": MAX_TOKENS,
+        "messages": [USER], "temperature": 1.5, "seed": seed, "max_tokens": max_tokens,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": case.schema}},
     }  # fmt: skip
     if stream:
