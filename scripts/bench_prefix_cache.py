@@ -4,7 +4,7 @@
 
 Both are measured on one engine, in turn: without the cache, every request has a salt of its own, so that it finds nothing.
 The hit rate that the engine tells stands beside the one that the trace has. MODEL is an architecture with random weights
-(llama-3-8b), or whatever `jaxserve serve` takes.
+(llama-3-8b, or a JSON file with one), or whatever `jaxserve serve` takes.
 """
 
 from __future__ import annotations
