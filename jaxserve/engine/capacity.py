@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _CPU_CACHE_BYTES = _GIB  # at most, for the KV cache on a CPU whose memory others use too
+# Left of a GPU's memory where more pages would serve the prefix cache alone: a step may take more work space than expected.
+_SPARE_BYTES = 3 * _GIB
+_MOST_CONTEXTS = 16  # for each sequence that runs: of a small model a card would hold millions of pages
 _SEQUENCES_OF_MODE = {"local": 4, "interactive": 1}
 _LOCAL_CONTEXT = 8192  # tokens
 
@@ -70,6 +73,8 @@ def plan_limits(
         _check_pages(num_pages, page_bytes, mesh)
     else:
         free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs) - reserved
+        if config.mode == "server" and mesh.local_devices[0].platform != "cpu":
+            pages_wanted = max(pages_wanted, min(_MOST_CONTEXTS * pages_wanted, (free - _SPARE_BYTES) // page_bytes))
         num_pages = min(pages_wanted, free // page_bytes)
         if num_pages < 1:
             per_token, per_sequence = _work_space_bytes(model_config)

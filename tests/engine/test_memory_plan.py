@@ -112,6 +112,22 @@ def test_pages_take_what_weights_and_the_largest_step_leave() -> None:
     assert wider.num_pages < pages[0.6]
 
 
+def test_a_server_keeps_prompts_in_all_that_its_sequences_leave() -> None:
+    """Up to 16 times what they need at most; the other modes keep to the one context that they are for."""
+    few: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 1, "page_size": 16}
+    assert limits_on_a_card(0.1, mode="server", **few).num_pages == 16 * 4
+    few = {"max_model_len": 40_960, "max_num_seqs": 4, "page_size": 16}
+    page_bytes = 16 * 2 * MODEL_CONFIG.num_layers * MODEL_CONFIG.num_kv_heads * MODEL_CONFIG.head_dim * 4
+    limits = limits_on_a_card(0.1, mode="server", **few)
+    left = 0.8 * 6 * GIB - limits.num_pages * page_bytes
+    assert 3.5 * GIB < left < 4.5 * GIB  # for the work of steps, and more than that
+    assert limits.num_pages > 4 * 2560
+    assert limits.max_model_len == 40_960
+    for mode in ("local", "interactive"):
+        assert limits_on_a_card(0.1, mode=mode, **few).num_pages == 2560
+    assert limits_on_a_card(0.6, mode="server", **few).num_pages == 4 * 2560  # there is nothing to spare there
+
+
 def test_a_card_that_is_full_is_told_with_the_flag_to_change() -> None:
     with pytest.raises(OutOfMemoryError, match=r"-0\.40 GiB free, a page takes 8192 bytes; raise --gpu-memory-util"):
         limits_on_a_card(0.8, page_size=16)
