@@ -23,8 +23,11 @@ GROUP_LENGTHS = (32, 64, 128)
 
 SPLITS = (1, 2, 4, 8)
 
-# What a block may take of a multiprocessor's shared memory; barriers and alignment have the rest.
-_SHARED_BYTES = 226 * 1024
+# What a thread block may take of a Hopper multiprocessor's shared memory; `choose_config` leaves a little for barriers.
+SHARED_BYTES = 227 * 1024
+_CHOSEN_SHARED_BYTES = 226 * 1024
+_SHARED_ALIGNMENT = 1024  # of each array
+_BARRIER_BYTES = 8
 _MAX_STAGES = 16
 # Few rows are limited by how many warps hide each other's latencies: four, wherever the registers suffice.
 _UNITS_AND_TURNS = ((4, 1), (3, 1), (2, 2), (2, 1), (1, 4), (1, 3), (1, 2))
@@ -119,6 +122,11 @@ class Problem:
             raise ValueError(f"{config=} makes more than {MAX_TILES} tiles or {MAX_WARPGROUPS} warpgroups of a block")
         if self.columns % self.block_columns:
             raise ValueError(f"{self.columns=} must be a multiple of {self.block_columns}, by {config=}")
+        if self.shared_bytes(config.stages) > SHARED_BYTES:
+            raise ValueError(
+                f"{config=} takes {self.shared_bytes(config.stages)} of {SHARED_BYTES} bytes of shared memory, by "
+                f"{self.rows=} and {self.form=}: fewer stages take less"
+            )
 
     @property
     def on_device(self) -> bool:
@@ -207,23 +215,46 @@ class Problem:
     def releases_late(self) -> bool:
         """Whether a warpgroup gives up what it multiplies only once its next products are on their way.
 
-        So the tensor cores never wait for weights to be widened, but the stage is refilled later.
+        So the tensor cores never wait for weights to be widened, but the stage is refilled later. Products read widened
+        weights from registers while they run, and a loop's body has one set of these for each product of a step: the last
+        one of a step must be done before its own turn comes again, which takes another product in between.
         """
-        return self.form != "float8" and self.config.stages >= 3 * self.turns
+        return self.form != "float8" and self.config.stages >= 3 * self.turns and self.products_per_step > 1
+
+    @property
+    def products_per_step(self) -> int:
+        """Of a warpgroup that widens weights: one for each slab of each tile."""
+        return self.own_tiles * (self.block_k // self.slab)
 
     @property
     def stage_bytes(self) -> int:
         """Of shared memory: what a step fetches."""
-        outputs = self.parts * self.block_columns
-        scale_bytes = 2 * self.groups_per_step * outputs if self.form == "int4" else 0
-        x_bytes = self.padded_rows * self.block_k * jnp.dtype(X_DTYPES[self.form]).itemsize
-        return outputs * self.config.row_bytes + x_bytes + scale_bytes
+        return sum(self._stage_arrays_bytes)
 
     @property
     def fixed_bytes(self) -> int:
         """Of shared memory: the result, and what all helpers but the first have for that one."""
+        return sum(self._fixed_arrays_bytes)
+
+    def shared_bytes(self, stages: int) -> int:
+        """Of shared memory: all that a thread block takes with so many stages in the place of the tuning's."""
+        arrays = (*self._fixed_arrays_bytes, *(stages * array_bytes for array_bytes in self._stage_arrays_bytes))
+        # Two of each stage; and of each unit those for what helpers left, for the cluster and for the residual.
+        barriers = 2 * stages + 3 * self.units
+        return sum(round_up(array_bytes, _SHARED_ALIGNMENT) for array_bytes in arrays) + barriers * _BARRIER_BYTES
+
+    @property
+    def _stage_arrays_bytes(self) -> tuple[int, int, int]:
+        """A step's weights, x and scales of groups."""
+        outputs = self.parts * self.block_columns
+        x_bytes = self.padded_rows * self.block_k * jnp.dtype(X_DTYPES[self.form]).itemsize
+        scale_bytes = 2 * self.groups_per_step * outputs if self.form == "int4" else 0
+        return outputs * self.config.row_bytes, x_bytes, scale_bytes
+
+    @property
+    def _fixed_arrays_bytes(self) -> tuple[int, int]:
         left_bytes = (self.helpers - 1) * self.units * self.own_tiles * TILE * self.padded_rows * 4
-        return self.rows_at_once * self.block_columns * self.out_dtype.itemsize + left_bytes
+        return self.rows_at_once * self.block_columns * self.out_dtype.itemsize, left_bytes
 
     @property
     def slab(self) -> int:
@@ -256,15 +287,44 @@ def choose_config(
             smallest = Problem(*arguments, tuning, None)
         except ValueError:  # does not go into the shape
             continue
-        stages = min((_SHARED_BYTES - smallest.fixed_bytes) // smallest.stage_bytes, _MAX_STAGES) // turns * turns
+        stages = _most_stages(smallest)
         cycles = _expected_cycles(smallest) * (1 if stages >= 3 * turns else _FEW_STAGES_FACTOR)
         if row_bytes < ROW_BYTES:
             cycles *= _SHORT_ROWS_FACTOR
-        if stages >= MIN_STAGES and (best is None or cycles < best[0]):
+        if best is None or cycles < best[0]:
             best = cycles, dataclasses.replace(tuning, stages=stages)
     if best is None:
         raise ValueError(f"no cut fits {form} products of {rows=} {k=} {columns=} {is_swiglu=}")
     return best[1]
+
+
+def misfit(
+    form: Form,
+    rows: int,
+    k: int,
+    columns: int,
+    config: TuningConfig,
+    *,
+    is_swiglu: bool,
+    has_residual: bool = False,
+    group_length: int = 128,
+    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> str | None:
+    """Why a cut goes neither into the shape nor into shared memory, which the kernel would raise; None if it does."""
+    try:
+        Problem(form, rows, k, columns, group_length, is_swiglu, has_residual, jnp.dtype(out_dtype), config, None)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _most_stages(problem: Problem) -> int:
+    """That fit into shared memory; the problem has the fewest that its cut allows."""
+    turns = problem.turns
+    stages = min((_CHOSEN_SHARED_BYTES - problem.fixed_bytes) // problem.stage_bytes, _MAX_STAGES) // turns * turns
+    while stages > problem.config.stages and problem.shared_bytes(stages) > SHARED_BYTES:
+        stages -= turns
+    return max(stages, problem.config.stages)
 
 
 def _expected_cycles(problem: Problem) -> float:

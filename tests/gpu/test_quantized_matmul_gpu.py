@@ -1,6 +1,7 @@
 """quantized_matmul on a card, at the sizes of a large model."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,19 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels.int4 import pack_int4
-from jaxserve.kernels.quantized_matmul import quantized_matmul
+from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
 from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
 from jaxserve.kernels.quantized_matmul_plan import TuningConfig
-from tests.kernels.quantized_matmul_cases import CASES, Case, check, make_arguments
+from tests.kernels.quantized_matmul_cases import (
+    CASES,
+    FORMATS,
+    TUNED,
+    Case,
+    check,
+    make_arguments,
+    opcodes_that_read,
+    tuned_case,
+)
 
 # Tensor cores sum float8 products with fewer bits, and float32 ones after rounding them to 19 bits.
 TOLERANCE = 2.0**-6
@@ -26,13 +36,17 @@ SHAPES = {
     "down of four devices": Case(k=7168, columns=8192, out_dtype=jnp.float32),
     "small": Case(k=576, columns=960),
 }
-FORMATS = {
-    "float8, both": {"values": "float8", "quantize_activations": True},
-    "float8 weights": {"values": "float8"},
-    "int8": {"values": "int8"},
-    "int4, groups of 128": {"values": "int4", "groups": 128},
-    "int4, groups of 32": {"values": "int4", "groups": 32},
-}
+
+
+def xla_tolerance(case: Case) -> float:
+    """Of XLA's products, which for float8 are cuBLASLt's with fast accumulation.
+
+    These add 32 products at a time to a sum of 14 bits (DeepSeek-AI, arXiv:2412.19437, section 3.3.2, "Increasing
+    Accumulation Precision"), and what is cut off, half of the last bit on average, always makes the sum smaller.
+    """
+    if not case.quantize_activations:
+        return TOLERANCE
+    return 2.0**-7 + case.k / 32 * 2.0**-14
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,7 +62,8 @@ def test_sizes_of_a_large_model(form: str, shape: str, rows: int) -> None:
     if "groups" in options:
         size = options["groups"] if SHAPES[shape].k % options["groups"] == 0 else 96
         options["groups"] = SHAPES[shape].k // size
-    check(dataclasses.replace(SHAPES[shape], rows=rows, **options), TOLERANCE)
+    case = dataclasses.replace(SHAPES[shape], rows=rows, **options)
+    check(case, xla_tolerance(case))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -83,27 +98,22 @@ def tuned(case: Case, config: TuningConfig) -> Callable[..., jax.Array]:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("is_swiglu", [False, True])
-@pytest.mark.parametrize("rows", [3, 60])
 @pytest.mark.parametrize(
-    "config",
-    [
-        TuningConfig(1, 2),
-        TuningConfig(4, 5, tiles=2),
-        TuningConfig(8, 2, units=2),
-        TuningConfig(2, 6, units=1, turns=2),
-        TuningConfig(1, 3, units=2, row_bytes=64),
-        TuningConfig(1, 3, units=2, tiles=2),
-        TuningConfig(1, 2, units=1, tiles=2, turns=2),
-    ],
-    ids=lambda config: "x".join(map(str, dataclasses.astuple(config))),
+    ("form", "config", "rows", "is_swiglu"),
+    TUNED,
+    ids=lambda value: "x".join(map(str, dataclasses.astuple(value))) if isinstance(value, TuningConfig) else None,
 )
-@pytest.mark.parametrize("form", FORMATS)
 def test_hopper_kernel_under_every_tuning(form: str, config: TuningConfig, rows: int, is_swiglu: bool) -> None:
-    options = {**FORMATS[form], "groups": 64 if form == "int4, groups of 32" else 16}
-    case = Case(rows=rows, k=2048, columns=256, has_residual=not is_swiglu, is_swiglu=is_swiglu, **options)
+    case = tuned_case(form, rows, is_swiglu)
     first = check(case, TOLERANCE, function=tuned(case, config))
     np.testing.assert_array_equal(check(case, TOLERANCE, function=tuned(case, config)), first)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_hopper_kernel_refuses_a_tuning_that_does_not_fit() -> None:
+    case = Case("int8", rows=60, k=2048, columns=256)
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        check(case, TOLERANCE, function=tuned(case, TuningConfig(1, 16)))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -133,7 +143,8 @@ def test_hopper_kernel_widens_every_integer(config: TuningConfig) -> None:
 @pytest.mark.usefixtures("hopper")
 def test_int4_weights_go_to_the_hopper_kernel_as_they_lie() -> None:
     """XLA could unpack 4-bit numbers into bytes on the way, which would read and write more than the product reads."""
-    arguments = make_arguments(Case("int4", k=1024, groups=8, columns=256))
-    function = jax.jit(lambda arrays: quantized_matmul(**arrays, implementation="mosaic_gpu"))
-    text = function.lower(arguments).compile().as_text() or ""
-    assert "s4[" in text and "s8[" not in text and "copy" not in text
+    for case in (Case("int4", k=1024, groups=8, columns=256), Case("int4", k=1024, groups=8, is_swiglu=True)):
+        product = quantized_matmul_swiglu if case.is_swiglu else quantized_matmul
+        function = jax.jit(functools.partial(product, implementation="mosaic_gpu"))
+        text = function.lower(**make_arguments(case)).compile().as_text() or ""
+        assert opcodes_that_read(text, "u8") == ["custom-call"]

@@ -14,9 +14,17 @@ import pytest
 from jaxserve.kernels.int4 import pack_int4, unpack_int4
 from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
 from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
-from jaxserve.kernels.quantized_matmul_plan import Problem, TuningConfig, choose_config, unsupported_reason
+from jaxserve.kernels.quantized_matmul_plan import Problem, TuningConfig, choose_config, misfit, unsupported_reason
 from jaxserve.kernels.quantized_matmul_xla import quantize_rows
-from tests.kernels.quantized_matmul_cases import CASES, Case, check, make_arguments
+from tests.kernels.quantized_matmul_cases import (
+    CASES,
+    FORMATS,
+    TUNED,
+    Case,
+    check,
+    make_arguments,
+    opcodes_that_read,
+)
 
 needs_interpreter = pytest.mark.skipif(
     not (0, 11) <= jax.__version_info__ < (0, 12),
@@ -151,6 +159,10 @@ INTERPRETED = {
         Case("int8", rows=1, columns=64, is_swiglu=True),
         TuningConfig(1, 2, turns=2),
     ),
+    "int8, half of the rows, one product in a step": (
+        Case("int8", rows=2, k=256, columns=64),
+        TuningConfig(1, 3, row_bytes=64),
+    ),
     "int8, split, float32 result": (
         Case("int8", rows=4, columns=64, out_dtype=jnp.float32, has_residual=True),
         TuningConfig(2, 2),
@@ -217,13 +229,71 @@ def test_hopper_kernel_gives_the_same_bits_each_time() -> None:
 )
 @pytest.mark.parametrize("form", ["float8", "float8-wide", "int8", "int4"])
 def test_tuning_depends_on_the_shape_alone_and_fits(form: Any, k: int, columns: int, is_swiglu: bool) -> None:
-    shared_bytes = 227 * 1024  # a thread block's of a Hopper card
     for rows, dtype in ((1, jnp.bfloat16), (16, jnp.float32), (64, jnp.float32)):
         options: dict[str, Any] = {"is_swiglu": is_swiglu, "group_length": 32, "out_dtype": dtype}
         config = choose_config(form, rows, k, columns, **options)
         assert config == choose_config(form, rows, k, columns, **options)
-        problem = Problem(form, rows, k, columns, 32, is_swiglu, False, jnp.dtype(dtype), config, None)
-        assert problem.fixed_bytes + config.stages * problem.stage_bytes < shared_bytes
+        assert misfit(form, rows, k, columns, config, **options) is None
+
+
+@pytest.mark.parametrize("is_swiglu", [False, True])
+@pytest.mark.parametrize("rows", [3, 60])
+@pytest.mark.parametrize("form", FORMATS)
+def test_tunings_that_fit_reach_every_kind_of_cut(form: str, rows: int, is_swiglu: bool) -> None:
+    """Those that the tests on a card go through, of each format."""
+    configs = [config for *case, config in ((a, c, d, b) for a, b, c, d in TUNED) if case == [form, rows, is_swiglu]]
+    assert len(configs) >= 6
+    assert {config.row_bytes for config in configs} == {64, 128}
+    for kind in ("split", "turns", "tiles", "units"):
+        assert any(getattr(config, kind) > 1 for config in configs), kind
+    assert {config.stages >= 3 * config.turns for config in configs} == {False, True}
+
+
+def test_programs_tell_what_reads_their_arguments() -> None:
+    program = """HloModule jit_f
+
+%fused (param: u8[4,8]) -> s8[4,8] {
+  %param = u8[4,8]{1,0} parameter(0), metadata={op_name="copy(u8[4,8] %weights)"}
+  ROOT %shift = s8[4,8]{1,0} shift-left(%param, %param)
+}
+
+ENTRY %main (x: bf16[2,16], weights: u8[4,8]) -> bf16[2,4] {
+  %weights = u8[4,8]{1,0} parameter(1), sharding={replicated}
+  %bitcast.1 = s4[4,16]{1,0:E(4)} bitcast(%weights), metadata={op_name="reshape"}
+  %x = bf16[2,16]{1,0} parameter(0)
+  %call.0 = (bf16[2,4]{1,0:T(8)}, f32[1]{0}) custom-call(%x, %bitcast.1), custom_call_target="kernel(%weights)"
+  ROOT %out = bf16[2,4]{1,0} get-tuple-element(%call.0), index=0
+}
+"""
+    assert opcodes_that_read(program, "u8") == ["custom-call"]
+    assert opcodes_that_read(program.replace(" bitcast(", " copy("), "u8") == ["copy"]
+    fused = program.replace("custom-call(%x, %bitcast.1)", "fusion(%weights, %x)")
+    assert opcodes_that_read(fused, "u8") == ["fusion"]
+    assert opcodes_that_read(program, "bf16") == ["custom-call"]
+
+
+def test_a_cut_is_told_to_fit_up_to_the_last_stage_that_does() -> None:
+    """What the compiler counted for cuts that it refused on a card: 249968 bytes, and 250968 with scales of groups."""
+    options: dict[str, Any] = {"is_swiglu": True}
+    assert misfit("float8-wide", 60, 2048, 256, TuningConfig(2, 4, turns=2), **options) is None
+    assert "takes 2499" in str(misfit("float8-wide", 60, 2048, 256, TuningConfig(2, 6, turns=2), **options))
+    options = {"is_swiglu": False, "has_residual": True}
+    assert misfit("int4", 60, 2048, 256, TuningConfig(2, 4, turns=2), **options) is None
+    assert "of 232448 bytes" in str(misfit("int4", 60, 2048, 256, TuningConfig(2, 6, turns=2), **options))
+
+
+def test_a_product_is_never_in_flight_when_its_own_registers_are_widened_into_again() -> None:
+    """With the least bytes of a row a step of 8-bit weights is one product, which then must end with the step."""
+
+    def problem(form: Any, **changes: Any) -> Problem:
+        config = TuningConfig(1, 3, **changes)
+        return Problem(form, 8, 384, 128, 128, False, False, jnp.dtype(jnp.bfloat16), config, None)
+
+    for form in ("int8", "float8-wide"):
+        assert problem(form).releases_late
+        assert not problem(form, row_bytes=64).releases_late
+        assert problem(form, row_bytes=64, tiles=2).releases_late
+    assert problem("int4", row_bytes=64).releases_late
 
 
 @pytest.mark.parametrize(
@@ -236,6 +306,7 @@ def test_tuning_depends_on_the_shape_alone_and_fits(form: Any, k: int, columns: 
         ({"units": 2, "turns": 3, "stages": 3}, "more than 4 tiles or 4 warpgroups"),
         ({"split": 4}, "k=384 must be a multiple of 128 times .*split=4"),
         ({"units": 4}, "columns=384 must be a multiple of 256"),
+        ({"stages": 99}, "takes 1016392 of 232448 bytes of shared memory"),
     ],
 )
 def test_a_tuning_that_does_not_go_into_the_shape_is_refused(config: dict[str, int], message: str) -> None:
