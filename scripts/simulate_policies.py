@@ -3,8 +3,8 @@
     python scripts/simulate_policies.py --policy fcfs --policy sjf --rate 8 --rate 16 --requests 3000
     python scripts/simulate_policies.py --max-tpot-ms 8 --max-tpot-ms 12 --rate 16 --workload long-among-short:16000
 
-Requests come at random, so many a second on average, in a time of their own: a minute of it takes seconds. The steps are those of
-Llama-3-8B in bfloat16, with the sizes that an engine has by itself.
+Requests come at random, so many a second on average, in a time of their own: a minute of it takes seconds. The steps are
+those of Llama-3-8B in bfloat16, with the sizes that an engine has by itself.
 """
 
 from __future__ import annotations
