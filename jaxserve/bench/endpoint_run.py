@@ -13,7 +13,7 @@ from jaxserve.bench.client_processes import ProcessTarget, make_client
 from jaxserve.bench.endpoint import EndpointOptions, first_model
 from jaxserve.bench.http_target import HttpTarget
 from jaxserve.bench.records import RunResult, Summary, format_table
-from jaxserve.bench.results import write_environment
+from jaxserve.bench.results import folder_of, write_environment, write_one_file
 from jaxserve.bench.run import BenchOptions, run_loads
 from jaxserve.bench.workload import Prompts
 
@@ -30,13 +30,14 @@ def measure_endpoint(
     client_processes: int,
     num_devices: int,
     on_summary: Callable[[Summary], None],
-    folder: Path | None,
+    output: Path | None,
     command: Sequence[str],
 ) -> str:
     """Runs the loads against an endpoint, writes what is to be written, and returns the table.
 
     Args:
         num_devices: that the endpoint runs on, which it does not tell.
+        output: folder, or file whose name ends in .json, to write to.
 
     There is no floor beside the figures: what the endpoint runs on is not known here.
     """
@@ -50,25 +51,28 @@ def measure_endpoint(
         target = ProcessTarget(
             replace(endpoint, model=model), prompts, client=client, processes=client_processes, warms_up=True
         )
+    environment = {
+        "name": name,
+        "engine": name,
+        "transport": "http",
+        "model": model,
+        "client": client,
+        "num_devices": num_devices,
+        "workload": options.workload.name,
+        "traffic": options.traffic(endpoint.temperature),
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+    }
+    folder = folder_of(output)
     try:
         if folder is not None:
-            environment = {
-                "name": name,
-                "engine": name,
-                "transport": "http",
-                "model": model,
-                "client": client,
-                "num_devices": num_devices,
-                "workload": options.workload.name,
-                "traffic": options.traffic(endpoint.temperature),
-                "python": platform.python_version(),
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "command": shlex.join(command),
-            }
             write_environment(folder, environment)
-        summaries, _ = run_loads(target, options, judge=_as_it_is, on_summary=on_summary, folder=folder)
+        summaries, results = run_loads(target, options, judge=_as_it_is, on_summary=on_summary, folder=folder)
     finally:
         target.close()
+    if output is not None and folder is None:
+        write_one_file(output, environment, summaries, results)
     return "\n".join([f"{model} at {endpoint.root}, times in ms", format_table(summaries)])
 
 

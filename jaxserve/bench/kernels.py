@@ -15,10 +15,13 @@ import numpy as np
 
 from jaxserve.bench.floor import Ceiling
 from jaxserve.config import ModelConfig
+from jaxserve.kernels.add_rms_norm import add_rms_norm
 from jaxserve.kernels.decode_attention import decode_attention
 from jaxserve.kernels.prefill_attention import prefill_attention
 from jaxserve.kernels.rope_write_kv import rope_write_kv
 from jaxserve.models.linear import column_parallel, head_scores, row_parallel, swiglu
+from jaxserve.models.quantization import quantize
+from jaxserve.quantization_config import QuantizationConfig
 from jaxserve.sharding.collectives import Collectives
 
 _CACHE_BYTES = 400_000_000  # several times the last-level cache: the calls go round so much of weights or KV pages
@@ -26,7 +29,7 @@ _MOST_COPIES = 16
 _REPETITIONS = 7
 
 Step = Callable[[int, jax.Array, Any], tuple[jax.Array, Any]]
-Product = Callable[[jax.Array, jax.Array], jax.Array]
+Product = Callable[[jax.Array, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -94,26 +97,30 @@ def kernel_cases(
     attention: Sequence[tuple[int, int]],
     prefill: Sequence[int],
     page_size: int,
+    quantization: QuantizationConfig | None = None,
 ) -> Iterator[KernelCase]:
     """The kernels of a model's step.
 
     Args:
-        rows: of the products.
+        rows: of the products and norms.
         attention: batch and tokens in the cache of each row, for decode attention.
         prefill: prompt tokens, for prefill attention and the KV write.
+        quantization: of the layers' weights; None: they are of `dtype`.
     """
     head_dim, hidden = config.head_dim, config.hidden_size
     qkv = (config.num_heads + 2 * config.num_kv_heads) * head_dim
     products = (
-        ("qkv", (hidden, qkv), partial(column_parallel, bias=None)),
-        ("output", (config.num_heads * head_dim, hidden), _row_parallel),
-        ("gate-up", (hidden, 2, config.intermediate_size), partial(swiglu, bias=None)),
-        ("down", (config.intermediate_size, hidden), _row_parallel),
-        ("head", (hidden, config.vocab_size), head_scores),
+        ("qkv", (hidden, qkv), partial(column_parallel, bias=None), quantization),
+        ("output", (config.num_heads * head_dim, hidden), _row_parallel, quantization),
+        ("gate-up", (hidden, 2, config.intermediate_size), partial(swiglu, bias=None), quantization),
+        ("down", (config.intermediate_size, hidden), _row_parallel, quantization),
+        ("head", (hidden, config.vocab_size), head_scores, None),
     )
-    for name, shape, product in products:
+    for name, shape, product, made_into in products:
         for count in rows:
-            yield _product_case(name, count, shape, dtype, product)
+            yield _product_case(name, count, shape, dtype, product, made_into)
+    for count in rows:
+        yield _norm_case(count, hidden, dtype)
     for batch, length in attention:
         yield _decode_attention_case(config, batch, length, dtype, page_size)
     for tokens in prefill:
@@ -140,13 +147,26 @@ def _row_parallel(x: jax.Array, weight: jax.Array) -> jax.Array:
     return product if product.ndim == 2 else product.sum(axis=0)  # in a step the norm that follows adds the parts up
 
 
-def _product_case(name: str, rows: int, shape: tuple[int, ...], dtype: jnp.dtype, product: Product) -> KernelCase:
+def _product_case(
+    name: str,
+    rows: int,
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    product: Product,
+    quantization: QuantizationConfig | None,
+) -> KernelCase:
     inputs, outputs, weights = shape[0], shape[-1], math.prod(shape)
-    num_bytes = dtype.itemsize * (weights + rows * (inputs + outputs))
+
+    def weight() -> Any:
+        dense = _random(1, shape, dtype)
+        return dense if quantization is None else quantize(dense, 1, quantization)
+
+    weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(weight)))
+    num_bytes = weight_bytes + dtype.itemsize * rows * (inputs + outputs)
 
     def make() -> tuple[jax.Array, Any, Step]:
-        first = _random(1, shape, dtype)
-        copies = [jnp.array(first, copy=True) for _ in range(_copies(weights * dtype.itemsize))]
+        first = jax.jit(weight)()
+        copies = [jax.tree.map(partial(jnp.array, copy=True), first) for _ in range(_copies(weight_bytes))]
 
         def step(number: int, x: jax.Array, arrays: Any) -> tuple[jax.Array, Any]:
             out = product(x, arrays[number % len(arrays)])
@@ -154,7 +174,22 @@ def _product_case(name: str, rows: int, shape: tuple[int, ...], dtype: jnp.dtype
 
         return _random(99, (rows, inputs), dtype), copies, step
 
-    return KernelCase(f"product {name}", f"{rows} x {inputs} x {outputs}", num_bytes, 2.0 * rows * weights, make)
+    kind = "" if quantization is None else f" {quantization.name}"
+    return KernelCase(f"product {name}{kind}", f"{rows} x {inputs} x {outputs}", num_bytes, 2.0 * rows * weights, make)
+
+
+def _norm_case(rows: int, size: int, dtype: jnp.dtype) -> KernelCase:
+    num_bytes = dtype.itemsize * (4 * rows + 1) * size  # two in, two out, and the norm's factors
+
+    def make() -> tuple[jax.Array, Any, Step]:
+        def step(number: int, x: jax.Array, arrays: Any) -> tuple[jax.Array, Any]:
+            update, weight = arrays
+            total, norm = add_rms_norm(x, update, weight, 1e-5)
+            return norm, (total, weight)  # both results are used, so that XLA makes both
+
+        return _random(3, (rows, size), dtype), (_random(4, (rows, size), dtype), jnp.ones((size,), dtype)), step
+
+    return KernelCase("residual add and norm", f"{rows} x {size}", num_bytes, 0.0, make)
 
 
 def _cache(config: ModelConfig, pages: int, dtype: jnp.dtype, page_size: int) -> tuple[jax.Array, jax.Array]:

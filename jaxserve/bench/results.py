@@ -73,6 +73,11 @@ class Series:
         return [point for point in self.points if point.summary.load.kind == kind]
 
 
+def folder_of(output: Path | None) -> Path | None:
+    """The folder to write to, or None where one file or nothing is to be written."""
+    return None if output is None or output.suffix == ".json" else output
+
+
 def is_done(folder: Path, load: Load) -> bool:
     return (folder / f"{load.file_name}.summary.json").is_file()
 

@@ -120,7 +120,7 @@ def run(
             outcome = measure_endpoint(
                 endpoint_options, bench_options, name=name or endpoint, vocab_size=vocab_size, client=client,
                 client_processes=client_processes, num_devices=endpoint_devices, on_summary=show,
-                folder=folder_of(output), command=_command(),
+                output=output, command=_command(),
             )  # fmt: skip
         else:
             claim_device_memory(gpu_memory_utilization, tensor_parallel_size)
@@ -177,7 +177,7 @@ def measure_model(
     from jaxserve.bench.in_own_process import measure_in_own_process, start_remote_engine
     from jaxserve.bench.model_run import ModelRun, measure
     from jaxserve.bench.records import format_table
-    from jaxserve.bench.results import write_one_file
+    from jaxserve.bench.results import folder_of, write_one_file
     from jaxserve.engine.engine_process import ProcessSetup
     from jaxserve.engine.process_choice import has_own_process
 
@@ -226,11 +226,6 @@ def _command() -> tuple[str, ...]:
     """The command line as anybody would type it, whatever started Python and wherever that lies."""
     program = Path(sys.argv[0]).name
     return ("jaxserve" if program == "__main__.py" else program, *sys.argv[1:])
-
-
-def folder_of(output: Path | None) -> Path | None:
-    """The folder to write to, or None where one file or nothing is to be written."""
-    return None if output is None or output.suffix == ".json" else output
 
 
 def parse_loads(

@@ -61,12 +61,13 @@ def profile(
 
 def kernels(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Architecture whose shapes are timed.")] = "llama-3-8b",
-    rows: Annotated[str, typer.Option(metavar="LIST", help="Of the products.")] = "1,16,64",
+    rows: Annotated[str, typer.Option(metavar="LIST", help="Of the products and norms.")] = "1,16,64",
     attention: Annotated[str, typer.Option(metavar="LIST", help="BATCHxTOKENS of decode attention.")] = (
         "1x1024,8x330,8x1024,16x8192,32x1024,64x330,64x1024"
     ),
     prefill: Annotated[str, typer.Option(metavar="LIST", help="Tokens of prefill attention.")] = "256,1024,4096",
     page_size: Annotated[int, typer.Option(metavar="COUNT", help="Tokens that a KV page holds.")] = 16,
+    quantization: QuantizationName = None,
     dtype: DTypeName = "auto",
     calls: Annotated[str, typer.Option(metavar="FEW,MANY", help="Calls of the two programs timed.")] = "4,24",
     verbose: Verbose = 0,
@@ -82,6 +83,7 @@ def kernels(
         from jaxserve.config import EngineConfig
         from jaxserve.engine.build import make_engine_mesh, resolve_dtype
         from jaxserve.models.presets import preset_config
+        from jaxserve.quantization_config import QuantizationConfig
 
         few, many = parse_calls(calls)
         config = EngineConfig(dtype=dtype)
@@ -89,6 +91,7 @@ def kernels(
             preset_config(model), jnp.dtype(resolve_dtype(config, make_engine_mesh(config))),
             rows=parse_counts(rows, "--rows"), attention=parse_shapes(attention),
             prefill=parse_counts(prefill, "--prefill"), page_size=page_size,
+            quantization=None if quantization is None else QuantizationConfig.named(quantization),
         )  # fmt: skip
         device = jax.devices()[0]
         ceiling = device_ceiling(device)

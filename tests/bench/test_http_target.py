@@ -8,15 +8,18 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from jaxserve.bench.client_processes import ProcessTarget, make_client
 from jaxserve.bench.endpoint import EndpointOptions, first_model, request_of
+from jaxserve.bench.endpoint_run import measure_endpoint
 from jaxserve.bench.http_streams import StreamPool
 from jaxserve.bench.http_target import HttpTarget
 from jaxserve.bench.load import LoadRun
 from jaxserve.bench.records import Load, RequestRecord, RunResult
+from jaxserve.bench.run import BenchOptions
 from jaxserve.bench.workload import Prompts, Workload, load_workload
 from jaxserve.bench.workload_files import Task
 from jaxserve.config import ServerConfig
@@ -134,6 +137,26 @@ async def test_client_processes_share_the_load(client: str) -> None:
     assert all(record.error is None for record in result.records)
     lengths = [sampling.max_tokens for _, sampling in engine.submitted]
     assert lengths[:2] == [1, 1] and set(lengths[2:]) == {20}  # each client had an answer before any was measured
+
+
+@pytest.mark.parametrize("name", ["run.json", "run"])
+async def test_what_an_endpoint_gave_is_written_to_a_file_or_a_folder(tmp_path: Path, name: str) -> None:
+    options = BenchOptions(workload=FIXED, loads=(Load("concurrency", 2),), num_requests=3)
+    async with endpoint_of(FakeEngine(endless)) as url:
+        table = await asyncio.to_thread(
+            measure_endpoint, EndpointOptions(url), options, name="peer", vocab_size=256, client="own",
+            client_processes=1, num_devices=2, on_summary=lambda summary: None, output=tmp_path / name,
+            command=["jaxserve"],
+        )  # fmt: skip
+    assert MODEL_NAME in table
+    if name == "run.json":
+        data = json.loads((tmp_path / name).read_text())
+        assert [record["output_tokens"] for record in data["requests"]["2"]] == [20] * 3
+        known = data
+    else:
+        known = json.loads((tmp_path / name / "environment.json").read_text())
+        assert (tmp_path / name / "concurrency-2.summary.json").is_file()
+    assert known["num_devices"] == 2 and known["traffic"]["num_requests"] == 3
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ from jaxserve.bench.profile import (
 from jaxserve.cli.profile import parse_calls, parse_shapes
 from jaxserve.config import EngineConfig
 from jaxserve.models.presets import preset_config
+from jaxserve.quantization_config import QuantizationConfig
 from tests.tiny_engine import MODEL_CONFIG, tiny_engine
 
 CEILING = Ceiling(1e12, 1e15, "table")
@@ -43,13 +44,34 @@ def test_the_cases_count_what_a_call_must_read_and_write() -> None:
     assert cases["decode attention", "8 x 1024"].num_bytes == 8 * 1024 * 4096 + 2 * 2 * 8 * 32 * 128
     assert cases["prefill attention", "256"].operations == 4 * (256 * 257 // 2) * 32 * 128
     assert {kernel for kernel, _ in cases} == {
-        "product qkv", "product output", "product gate-up", "product down", "product head", "decode attention",
+        "product qkv", "product output", "product gate-up", "product down", "product head", "residual add and norm",
+        "decode attention",
         "prefill attention", "rope and KV write",
     }  # fmt: skip
 
 
-def test_every_kernel_runs_at_its_shape() -> None:
-    cases = kernel_cases(MODEL_CONFIG, jnp.dtype(jnp.float32), rows=[2], attention=[(2, 20)], prefill=[12], page_size=4)
+def test_quantized_products_read_fewer_bytes() -> None:
+    def bytes_of(name: str) -> dict[str, int]:
+        cases = kernel_cases(
+            preset_config("llama-3-8b"), BFLOAT16, rows=[1], attention=[], prefill=[], page_size=16,
+            quantization=QuantizationConfig.named(name),
+        )  # fmt: skip
+        return {case.kernel: case.num_bytes for case in cases}
+
+    rows = 2 * (4096 + 6144)
+    assert bytes_of("fp8")["product qkv fp8"] == 4096 * 6144 + 4 * 6144 + rows
+    # Groups of 128 inputs share a scale of two bytes.
+    assert bytes_of("int4")["product qkv int4"] == 4096 * 6144 // 2 + 2 * 6144 * 4096 // 128 + rows
+    assert bytes_of("int4")["product head"] == 2 * (4096 * 128256 + 4096 + 128256)
+
+
+@pytest.mark.parametrize("name", [None, "fp8", "int8", "int4"])
+def test_every_kernel_runs_at_its_shape(name: str | None) -> None:
+    cases = kernel_cases(
+        MODEL_CONFIG, jnp.dtype(jnp.float32), rows=[2], page_size=4,
+        attention=[] if name else [(2, 20)], prefill=[] if name else [12],
+        quantization=None if name is None else QuantizationConfig.named(name),
+    )  # fmt: skip
     for case in cases:
         x, arrays, step = case.make()
         out, _ = jax.jit(step, static_argnums=0)(1, x, arrays)
