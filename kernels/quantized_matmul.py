@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import jax
@@ -10,13 +11,17 @@ from jaxtyping import Array, Float
 
 from jaxserve.kernels.hopper import check_implementation, takes_kernel
 from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
-from jaxserve.kernels.quantized_matmul_plan import unsupported_reason
+from jaxserve.kernels.quantized_matmul_plan import MAX_ROWS, Form, form_of, unsupported_reason
 from jaxserve.kernels.quantized_matmul_xla import quantized_matmul_swiglu_xla, quantized_matmul_xla
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _SCALE_DTYPES = {"float8_e4m3fn": "float32", "int8": "float32", "uint8": "bfloat16"}
+
+_DEEP = 2  # times as many inputs as outputs: few thread blocks own outputs, and those that share inputs must meet
+_DEEP_ROWS = 16
+_WIDE = 4  # times as many outputs as inputs
 
 
 def quantized_matmul(
@@ -44,8 +49,8 @@ def quantized_matmul(
         input_scale: float32; with quantize_activations, this factor for every row.
         residual: added in float32 before the result is rounded; in out_dtype.
         out_dtype: dtype of the result; x's when not given.
-        implementation: "xla" runs anywhere; None takes it as well, since not all tests of the Hopper kernel,
-            "mosaic_gpu", have run on a card yet. That one is for up to 64 rows of bfloat16.
+        implementation: "xla" runs anywhere, "mosaic_gpu" is the Hopper kernel, for up to 64 rows of bfloat16. None takes
+            the kernel on a Hopper GPU where it is the faster (see `kernel_is_faster`) and covers the case.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together.
@@ -122,6 +127,22 @@ def quantized_matmul_swiglu(
     )
 
 
+def kernel_is_faster(form: Form, rows: int, k: int, outputs: int) -> bool:
+    """Whether the Hopper kernel beats XLA, by what docs/performance.md has measured ("Products with quantized weights").
+
+    4-bit weights XLA unpacks in a kernel of their own; 8-bit ones it widens in the product, which costs more the more rows
+    meet them. Float8 on both sides is cuBLASLt's own trade.
+
+    Args:
+        outputs: gate's and up's together.
+    """
+    if rows > MAX_ROWS or form == "float8":
+        return False
+    if form == "float8-wide":
+        return outputs >= _WIDE * k
+    return form == "int4" or k <= _DEEP * outputs or rows <= _DEEP_ROWS
+
+
 def _takes_kernel(
     x: Array,
     values: Array,
@@ -130,9 +151,13 @@ def _takes_kernel(
     out_dtype: jnp.dtype,
     implementation: Implementation | None,
 ) -> bool:
+    if implementation is None:
+        rows, k = x.shape
+        form, outputs = form_of(values, quantize_activations), math.prod(values.shape[:-1])
+        implementation = None if kernel_is_faster(form, rows, k, outputs) else "xla"
     return takes_kernel(
         "quantized_matmul",
-        implementation or "xla",
+        implementation,
         lambda: unsupported_reason(x, values, scales, quantize_activations, out_dtype),
     )
 

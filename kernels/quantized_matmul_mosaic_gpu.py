@@ -1,7 +1,5 @@
 """Products of a few rows with a large quantized weight matrix, for Hopper in Pallas Mosaic GPU.
 
-Most of its tests have not run on a card yet, so it runs only where it is asked for by name.
-
 As in `decode_matmul_mosaic_gpu.py`, such a product takes as long as its weights take to be read. A thread block owns 64
 to 256 outputs. Its memory warpgroup fetches their next 128 bytes of inputs each, and the tile of x beside them, through a
 ring in shared memory. The outputs are the rows of the tensor cores' result and x's rows, padded to 8, its columns. Up to
