@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.checkpoint.assemble import Assembler, check_number_of_layers, transposed
+from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.pieces import EMBEDDING_PIECE, HEAD_PIECE, piece_names
 from jaxserve.checkpoint.tensor_names import TensorNames
 from jaxserve.checkpoint.tensor_source import BFLOAT16, TensorSource
@@ -30,6 +31,7 @@ class VendorAssembler:
     Attributes:
         dense: reads the weights' numbers, and all that is not quantized.
         layers: of each layer, the tensors that its quantized weights have beside their numbers.
+        where: the file's or folder's name, for messages.
     """
 
     dense: Assembler
@@ -37,6 +39,7 @@ class VendorAssembler:
     form: VendorForm
     config: ModelConfig
     layers: tuple[LayerTensors, ...]
+    where: str
 
     @staticmethod
     def checked(
@@ -68,7 +71,7 @@ class VendorAssembler:
         quantized = dataclasses.replace(
             dense.config, quantization=_quantization(form, layers), kv_cache_scales=form.has_kv_scales
         )
-        return VendorAssembler(dense, source, form, quantized, layers)
+        return VendorAssembler(dense, source, form, quantized, layers, where)
 
     def stored_bytes(self, piece: str, without: Collection[str]) -> int:
         """As `Assembler.stored_bytes`."""
@@ -94,10 +97,10 @@ class VendorAssembler:
             yield f"{name}/scales", self._weight_scales(name, layer.scales[name])
             if self.form.quantization.has_input_scales:
                 # What is fused was quantized apart, for one input: the largest scale cuts no module's.
-                parts = [self._scalar(part) for part in layer.input_scales[name]]
+                parts = [self._positive(part) for part in layer.input_scales[name]]
                 yield f"{name}/input_scale", np.asarray(max(parts), np.float32)
         for name, tensor in layer.kv_scales.items():
-            yield name, np.asarray(self._scalar(tensor), np.float32)
+            yield name, np.asarray(self._positive(tensor), np.float32)
 
     def _values(self, name: str, dense: np.ndarray) -> np.ndarray:
         """The vendor's numbers [*outputs, *inputs], of an array [*inputs, *outputs] that holds them exactly."""
@@ -111,7 +114,7 @@ class VendorAssembler:
         """As `QuantizedWeight` has them: a module with one scale gives it to each of its outputs."""
         config, sizes = self.config, self._output_sizes(name)
         is_grouped = self.form.quantization.format == "int4"
-        held = [self.source.read(tensor).astype(np.float32) for tensor in tensors]
+        held = [self._finite(tensor) for tensor in tensors]
         scales = [scale if is_grouped else scale.reshape(-1, 1) for scale in held]  # [outputs or 1, groups or 1]
         if len(scales) == 1 and len(sizes) > 1 and scales[0].shape[0] > 1:  # fused in the file too
             scales = np.split(scales[0], np.cumsum(sizes)[:-1])
@@ -139,8 +142,22 @@ class VendorAssembler:
             "w_down": (config.hidden_size,),
         }[name]
 
-    def _scalar(self, name: str) -> float:
-        return float(self.source.read(name).astype(np.float32).reshape(()))
+    def _finite(self, name: str) -> np.ndarray:
+        """Scales of weights as float32. Raises CheckpointError if one is no number, which all that it meets would become."""
+        with np.errstate(over="ignore"):  # of float64: it is told below
+            scales = self.source.read(name).astype(np.float32)
+        if not np.isfinite(scales).all():
+            raise CheckpointError(
+                f"{self.where}: tensor {name!r} has scales that are no finite numbers: fetch it again"
+            )
+        return scales
+
+    def _positive(self, name: str) -> float:
+        """A scale that is divided by. Raises CheckpointError if that cannot be."""
+        scale = float(self._finite(name).reshape(()))
+        if scale <= 0:
+            raise CheckpointError(f"{self.where}: tensor {name!r} is {scale}, and must be positive: fetch it again")
+        return scale
 
 
 def _warn_of_rounded_scales(source: TensorSource, layers: tuple[LayerTensors, ...], where: str) -> None:

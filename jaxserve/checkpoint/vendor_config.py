@@ -90,6 +90,8 @@ def _compressed_tensors(given: Mapping[str, Any], where: str) -> VendorForm:
             raise CheckpointError(f"{where}: compressed-tensors with {key}={asked!r}: {meaning} are not supported")
     group = _group_of_all(given, where)
     weights, activations = group.get("weights") or {}, group.get("input_activations")
+    if group.get("output_activations"):
+        raise CheckpointError(f"{where}: output_activations={_brief(group['output_activations'])!r} are not supported")
     stored_as = group.get("format") or given.get("format")
     modules = ModulePatterns.checked(group["targets"], given.get("ignore") or [], where)
     has_kv_scales = given.get("kv_cache_scheme") is not None

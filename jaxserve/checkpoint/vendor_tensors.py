@@ -11,13 +11,14 @@ import numpy as np
 from jaxserve.checkpoint.assemble import WEIGHT_MODULES, Assembler
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tensor_names import TensorNames
-from jaxserve.checkpoint.tensor_source import TensorSource
+from jaxserve.checkpoint.tensor_source import BFLOAT16, TensorSource
 from jaxserve.checkpoint.vendor_config import VendorForm
 from jaxserve.config import ModelConfig
 
 # Ends of the names that vendors give the scale of keys; that of values has v for k.
 _KV_SCALE_ENDS = ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale")
 _PACKED_END = "_packed"
+_SCALE_DTYPES = (np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,14 @@ class LayerTensors:
     unused: tuple[str, ...]
 
     @property
+    def scale_tensors(self) -> list[str]:
+        groups = (*self.scales.values(), *self.input_scales.values(), self.kv_scales.values())
+        return [name for group in groups for name in group]
+
+    @property
     def beside(self) -> list[str]:
         """All that are no weights."""
-        groups = (*self.scales.values(), *self.input_scales.values(), self.kv_scales.values(), self.unused)
-        return [name for group in groups for name in group]
+        return [*self.scale_tensors, *self.unused]
 
 
 def layer_tensors(
@@ -135,6 +140,10 @@ def check_layer(source: TensorSource, layer: LayerTensors, form: VendorForm, den
     for name in layer.packed.values():
         if source.dtype(name) != np.int32:
             raise CheckpointError(f"{where}: tensor {name!r} is {source.dtype(name)}, and must be int32")
+    for name in layer.scale_tensors:
+        if source.dtype(name) not in _SCALE_DTYPES:
+            known = ", ".join(dtype.name for dtype in _SCALE_DTYPES)
+            raise CheckpointError(f"{where}: tensor {name!r} is {source.dtype(name)}, and must be one of {known}")
     for weight, group in layer.scales.items():
         for name in group:
             outputs, inputs = dense.expected[name.removesuffix("weight_scale") + "weight"]

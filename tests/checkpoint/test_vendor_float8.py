@@ -105,6 +105,17 @@ def test_a_float8_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
         ("mlp.up_proj.weight", np.ones((128, 64), np.float32), "is float32, but the config says that it is float8"),
         ("self_attn.o_proj.weight_shape", np.ones(2, np.float32), "not part of this architecture"),
         ("self_attn.o_proj.weight_scale", np.ones((64, 2), np.float32), r"shape \(64, 2\), and must have one number"),
+        (
+            "mlp.up_proj.weight_scale",
+            np.full((128, 1), np.nan, np.float32),
+            "up_proj.weight_scale' has scales that are no",
+        ),
+        (
+            "mlp.down_proj.weight_scale",
+            np.full((64, 1), 1e300),
+            "down_proj.weight_scale' has scales that are no finite",
+        ),
+        ("mlp.up_proj.weight_scale", np.ones((128, 1), np.int32), "up_proj.weight_scale' is int32, and must be one of"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str, values: np.ndarray | None, message: str) -> None:
@@ -114,6 +125,20 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str, values: np.n
     with pytest.raises(CheckpointError, match=message):
         convert(source, tmp_path / "out", progress=NoProgress())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["self_attn.k_proj.input_scale", "self_attn.k_proj.k_scale"])
+def test_scales_that_nothing_can_be_divided_by(tmp_path: Path, name: str, scale: float) -> None:
+    form = FP8_STATIC if "input" in name else compressed_tensors("channel", PER_TOKEN, kv_cache_scheme=PER_TENSOR)
+    options = {"per_channel": "input" not in name, "inputs": "input" in name, "keys": "input" not in name}
+    source = write_float8(tmp_path / "model", form, **options)
+    tensors = tensors_of(source)
+    assert f"model.layers.1.{name}" in tensors
+    save_file(tensors | {f"model.layers.1.{name}": np.asarray([scale], np.float32)}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name}' (is .*, and must be positive|has scales that are no finite)"):
+        convert(source, tmp_path / "out", progress=NoProgress())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
