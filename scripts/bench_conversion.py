@@ -5,6 +5,7 @@
     python scripts/bench_conversion.py folder --model small                       # some MB, to try it out
     python scripts/bench_conversion.py folder --num-layers 1                      # its largest pieces, 2.5 GB
     python scripts/bench_conversion.py folder --tensor-parallel-size 2 --json out.json
+    python scripts/bench_conversion.py folder --pieces-ahead 0 8 --rounds 3       # with and without reading ahead
 
 It needs twice the model's size on the disk, and prints seconds, GB/s and peak memory of the conversion, the rate at which
 the disk gives the converted files, and the rate at which they arrive on the devices, from the disk and from the page cache.
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,7 +38,7 @@ from jaxserve.checkpoint.assemble import expected_shapes
 from jaxserve.checkpoint.families import LLAMA
 from jaxserve.checkpoint.hf_config_write import hf_config_from_model
 from jaxserve.checkpoint.manifest import WEIGHTS_FOLDER, read_manifest
-from jaxserve.checkpoint.orbax_weights import PIECES_AT_ONCE, read_piece, restore_weights
+from jaxserve.checkpoint.orbax_weights import PIECES_AHEAD, PIECES_AT_ONCE, read_piece, restore_weights
 from jaxserve.checkpoint.pieces import layer_piece
 from jaxserve.checkpoint.safetensors_source import SafetensorsSource
 from jaxserve.checkpoint.tensor_names import HUGGING_FACE
@@ -69,6 +71,14 @@ def main() -> None:
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--pieces-at-once", type=int, default=PIECES_AT_ONCE, help="that a restore reads at a time")
+    parser.add_argument(
+        "--pieces-ahead",
+        type=int,
+        nargs="+",
+        default=[PIECES_AHEAD],
+        help="that are read into the page cache before; several numbers: each is measured, 0 reads none",
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="of reading from the disk; the medians are printed")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     parser.add_argument("--json", type=Path, help="write the numbers there as well")
     arguments = parser.parse_args()
@@ -97,7 +107,7 @@ def measured(source: Path, converted: Path, config: ModelConfig, arguments: argp
     try:
         result = run_conversion(source, converted, converted.name)
         result["tensor_parallel_size"] = arguments.tensor_parallel_size
-        result |= run_restore(converted, arguments.tensor_parallel_size, arguments.pieces_at_once)
+        result |= run_restore(converted, arguments)
         return result if converted.name != "none" else result | check(source, converted, config)
     finally:
         if not arguments.keep:
@@ -164,38 +174,42 @@ def peak_memory(process: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def run_restore(folder: Path, tensor_parallel_size: int, pieces_at_once: int) -> dict[str, Any]:
-    """The rate of the disk alone, and of restoring onto the devices."""
+def run_restore(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The rate of the disk alone, and of restoring onto the devices, in turns: a disk that is shared changes its rate."""
     config = read_manifest(folder).model_config
-    mesh = make_mesh(jax.devices(), tensor_parallel_size)
+    mesh = make_mesh(jax.devices(), arguments.tensor_parallel_size)
     shardings = named_shardings(param_specs(config), mesh)
     weights = folder / WEIGHTS_FOLDER
     size = sum(path.stat().st_size for path in weights.rglob("*") if path.is_file()) / 1e9
     jax.block_until_ready(jax.device_put(np.ones(8, np.float32), mesh.devices.flat[0]))  # starts the backend
 
-    def restore() -> float:
+    def restore(pieces_ahead: int) -> float:
         started = time.perf_counter()
         params = restore_weights(
-            weights, config, np.dtype(ml_dtypes.bfloat16), shardings, pieces_at_once=pieces_at_once
-        )
+            weights, config, np.dtype(ml_dtypes.bfloat16), shardings,
+            pieces_at_once=arguments.pieces_at_once, pieces_ahead=pieces_ahead,
+        )  # fmt: skip
         jax.block_until_ready(params)
         seconds = time.perf_counter() - started
         for leaf in jax.tree.leaves(params):
             leaf.delete()
         return seconds
 
-    forget(weights)
-    disk = read_all(weights)
-    forget(weights)
-    cold = restore()
-    warm = restore()
+    ways = {
+        "disk": lambda: read_all(weights),
+        **{f"restore_ahead_{ahead}": partial(restore, ahead) for ahead in arguments.pieces_ahead},
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(arguments.rounds):
+        for way, run in ways.items():
+            forget(weights)
+            seconds[way].append(run())
+    medians = {way: float(np.median(rounds)) for way, rounds in seconds.items()}
+    medians["restore_cached"] = restore(arguments.pieces_ahead[0])
     return {
         "device": mesh.devices.flat[0].device_kind,
-        "disk_gb_per_second": size / disk,
-        "restore_cold_seconds": cold,
-        "restore_cold_gb_per_second": size / cold,
-        "restore_cached_seconds": warm,
-        "restore_cached_gb_per_second": size / warm,
+        **{f"{way}_seconds": taken for way, taken in medians.items()},
+        **{f"{way}_gb_per_second": size / taken for way, taken in medians.items()},
     }
 
 

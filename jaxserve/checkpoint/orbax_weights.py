@@ -23,11 +23,13 @@ import tensorstore
 from jaxserve.checkpoint.atomic import disk_message
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.pieces import StoredLayout, by_piece, from_pieces, stored_layout
+from jaxserve.checkpoint.read_ahead import reading_ahead
 from jaxserve.checkpoint.tokenizer_files import error_line
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, ParamSpec, param_specs
 
 PIECES_AT_ONCE = 4  # that are read while others are copied to the devices; each takes memory of the host meanwhile
+PIECES_AHEAD = 8  # whose files are read before they are asked for
 _BYTES_AT_ONCE = 1 << 25  # that are written of a piece
 
 Specs = Mapping[str, ParamSpec]  # of a piece's arrays, by name
@@ -76,6 +78,7 @@ def restore_weights(
     advance: Callable[[int], None] = lambda amount: None,
     *,
     pieces_at_once: int = PIECES_AT_ONCE,
+    pieces_ahead: int = PIECES_AHEAD,
 ) -> LlamaParams:
     """Read parameters onto devices, each device the bytes of its own shards, several pieces at once.
 
@@ -83,6 +86,8 @@ def restore_weights(
         dtype: of every array but the norms, which are float32, and quantized weights, which stay what they are.
         shardings: a `LlamaParams` of `jax.sharding.Sharding`s; None: everything on the first device.
         advance: is told the bytes of the arrays that were read.
+        pieces_at_once: each of which takes its size of the host's memory.
+        pieces_ahead: whose files the system reads into its cache meanwhile.
 
     Raises:
         CheckpointError: if a file is missing or damaged, or the arrays do not fit the config.
@@ -96,13 +101,21 @@ def restore_weights(
         by_name, places = by_piece(specs), by_piece(shardings)
         jax.tree.map(lambda spec, sharding: sharding.shard_shape(spec.shape), specs, shardings)  # raises ValueError
 
-    def restore(piece: str) -> dict[str, jax.Array]:
-        arrays = _restore_piece(folder / piece, by_name[piece], places[piece], config.num_heads, dtype)
-        advance(sum(array.nbytes for array in arrays.values()))
-        return arrays
+    # The largest first: what is worked on last has nothing to read beside it.
+    order = sorted(by_name, key=lambda piece: -sum(spec.num_bytes(dtype) for spec in by_name[piece].values()))
+    # Of a model that other processes share, the files hold what is read elsewhere.
+    is_whole = all(place.is_fully_addressable for piece in places.values() for place in piece.values())
+    ahead = [folder / piece for piece in order] if is_whole and pieces_ahead else []
+    with reading_ahead(ahead, pieces_ahead) as done_with_one:
 
-    with ThreadPoolExecutor(pieces_at_once) as threads:
-        restored = dict(zip(by_name, threads.map(restore, by_name), strict=True))
+        def restore(piece: str) -> dict[str, jax.Array]:
+            arrays = _restore_piece(folder / piece, by_name[piece], places[piece], config.num_heads, dtype)
+            advance(sum(array.nbytes for array in arrays.values()))
+            done_with_one()
+            return arrays
+
+        with ThreadPoolExecutor(pieces_at_once) as threads:
+            restored = dict(zip(order, threads.map(restore, order), strict=True))
     extra = sorted(path.name for path in folder.iterdir() if path.name not in by_name)
     if extra:
         raise CheckpointError(f"{folder}: {extra[0]!r} is not part of this model: convert the model again")
