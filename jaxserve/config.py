@@ -21,6 +21,8 @@ SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 RopeScalingKind = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
 
+_LARGEST_SIZE = 2**31 - 1  # positions and sizes are 32-bit integers on the device
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -60,6 +62,11 @@ class RopeScaling:
         for name in ("factor", "original_max_position_embeddings", "attention_factor", "fast_turns", "slow_turns"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"rope scaling {name}={getattr(self, name)} must be positive and finite")
+        if self.kind == "llama3" and not 0 < self.low_frequency_factor < self.high_frequency_factor < math.inf:
+            raise ValueError(
+                f"rope scaling low_frequency_factor={self.low_frequency_factor} must be positive and below "
+                f"high_frequency_factor={self.high_frequency_factor}"
+            )
         for name in ("short_factors", "long_factors"):
             factors = getattr(self, name)
             if (self.kind == "longrope") != bool(factors) or not all(0 < factor < math.inf for factor in factors):
@@ -106,16 +113,15 @@ class ModelConfig:
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
             "max_position_embeddings",
         ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            if not 1 <= getattr(self, name) <= _LARGEST_SIZE:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1, and at most {_LARGEST_SIZE}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
-        if self.rms_norm_eps <= 0:
-            raise ValueError(f"rms_norm_eps={self.rms_norm_eps} must be positive")
-        if self.rope_theta <= 0:
-            raise ValueError(f"rope_theta={self.rope_theta} must be positive")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
         if self.rope_scaling is not None:
             for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
                 if factors and len(factors) != self.head_dim // 2:

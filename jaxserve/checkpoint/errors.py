@@ -9,4 +9,6 @@ class CheckpointError(RuntimeError):
     """A model cannot be fetched, read, converted or loaded. The message is one line: what, where, and the remedy."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ...")
+        short = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
+        # A name in a file may hold ends of lines, or what tells a terminal to do something.
+        super().__init__("".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in short))

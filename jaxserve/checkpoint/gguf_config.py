@@ -61,9 +61,20 @@ def model_config_from_gguf(file: GGUFFile, *, eos_token_ids: tuple[int, ...], bo
 
 def eos_token_ids_from_gguf(file: GGUFFile) -> tuple[int, ...]:
     """Ids that end an answer: end of text, of turn, of message."""
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    found = [int(value) for key in keys if (value := file.get(key)) is not None]
+    found = [value for key in ("eos", "eot", "eom") if (value := token_id_from_gguf(file, key)) is not None]
     return tuple(dict.fromkeys(found))
+
+
+def token_id_from_gguf(file: GGUFFile, key: str) -> int | None:
+    """The id of a special token such as "bos"; None: the file says none.
+
+    Raises:
+        CheckpointError: if it is no id.
+    """
+    value = file.get(f"tokenizer.ggml.{key}_token_id")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise CheckpointError(f"{file.path}: {key}_token_id={value!r} must be a token id")
+    return value
 
 
 def llama3_frequency_factors(scaling: RopeScaling, theta: float, head_dim: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.checkpoint.config_values import number, whole_number
+from jaxserve.checkpoint.config_values import flag, number, whole_number
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.families import Family, family_of_architecture
 from jaxserve.checkpoint.rope_config import rope_from_hf
@@ -51,7 +51,7 @@ def model_config_from_hf(
         whole_number(config, "hidden_size", where),
         whole_number(config, "num_attention_heads", where),
     )
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = flag(config, "attention_bias", where)
     rope_theta, rope_scaling = rope_from_hf(config, family, where)
     default_head_dim = hidden_size // max(1, num_heads)
     if "head_dim" not in config and family.default_head_dim is not None:
@@ -71,10 +71,10 @@ def model_config_from_hf(
             rms_norm_eps=number(config, "rms_norm_eps", where, family.default_rms_norm_eps),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", family.default_tie_word_embeddings)),
+            tie_word_embeddings=flag(config, "tie_word_embeddings", where, family.default_tie_word_embeddings),
             attention_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             attention_output_bias=attention_bias and family.qkv_bias is None,
-            mlp_bias=family.has_mlp_bias and bool(config.get("mlp_bias", False)),
+            mlp_bias=family.has_mlp_bias and flag(config, "mlp_bias", where),
             qk_norm=family.qk_norm,
             sliding_window=_sliding_window(config, family, where),
             eos_token_ids=eos_token_ids,
@@ -87,7 +87,7 @@ def model_config_from_hf(
 def _sliding_window(config: Mapping[str, Any], family: Family, where: str) -> int | None:
     if family.sliding_window == "none":
         return None
-    if family.sliding_window == "opt-in" and not config.get("use_sliding_window", False):
+    if family.sliding_window == "opt-in" and not flag(config, "use_sliding_window", where):
         return None
     window = config.get("sliding_window", family.default_sliding_window)
     if window is not None and family.sliding_window == "opt-in":
@@ -111,6 +111,6 @@ def _layers_that_slide(config: Mapping[str, Any], where: str) -> list[bool]:
 def token_ids_from(value: Any, where: str) -> tuple[int, ...]:
     """`eos_token_id` as it may be written: absent, one id, or a list of them."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
         raise CheckpointError(f"{where}: eos_token_id={value!r} must be a token id or a list of them")
     return tuple(ids)

@@ -15,8 +15,8 @@ from jaxserve.checkpoint.opened_model import OpenModel, ignored_files
 from jaxserve.checkpoint.safetensors_source import SafetensorsSource, has_safetensors, weight_files
 from jaxserve.checkpoint.tokenizer_files import read_json
 from jaxserve.checkpoint.tokenizer_read import eos_token_ids_from_configs, read_hf_tokenizer
-from jaxserve.checkpoint.torch_source import BinSource, bin_files
-from jaxserve.checkpoint.trusted_files import checked_file
+from jaxserve.checkpoint.torch_source import BIN_INDEX_FILE, BinSource, bin_files
+from jaxserve.checkpoint.trusted_files import check_index, checked_file
 from jaxserve.checkpoint.vendor_assemble import VendorAssembler
 from jaxserve.checkpoint.vendor_config import VendorForm, vendor_form
 
@@ -79,5 +79,8 @@ def _form(folder: Path, config: Mapping[str, Any]) -> VendorForm | None:
 def _weights(folder: Path, *, integers: bool) -> tuple[list[Path], SafetensorsSource | BinSource]:
     """Safetensors where there are some; pickled weights otherwise."""
     if not has_safetensors(folder) and (pickled := bin_files(folder)):
-        return pickled, BinSource(pickled, integers=integers)
+        source = BinSource(pickled, integers=integers)
+        if (folder / BIN_INDEX_FILE).exists():
+            check_index(folder, BIN_INDEX_FILE, source.file_names())
+        return pickled, source
     return weight_files(folder), SafetensorsSource(folder, integers=integers)

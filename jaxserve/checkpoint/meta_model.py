@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 
 from jaxserve.checkpoint.assemble import Assembler
-from jaxserve.checkpoint.config_values import number, whole_number
+from jaxserve.checkpoint.config_values import flag, number, whole_number
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.families import LLAMA
 from jaxserve.checkpoint.meta_source import MetaSource, consolidated_files
@@ -75,6 +75,11 @@ def _model_config(
     for name in (META.embedding, gate):
         if name not in source.names() or len(source.shape(name)) != 2:
             raise CheckpointError(f"{where}: tensor {name!r} is missing: fetch the checkpoint again")
+    vocab_size = whole_number(params, "vocab_size", where, -1)
+    if vocab_size not in (-1, source.shape(META.embedding)[0]):  # -1, in Llama 1 and 2: the tokenizer knows
+        raise CheckpointError(
+            f"{where}: vocab_size={vocab_size}, but {META.embedding!r} has shape {source.shape(META.embedding)}"
+        )
     theta = number(params, "rope_theta", where, 10000.0)
     num_layers = whole_number(params, "n_layers", where)
     try:
@@ -100,7 +105,7 @@ def _model_config(
 
 def _rope_scaling(params: Mapping[str, Any], size: tuple[int, int], where: str) -> RopeScaling | None:
     """Llama 3.1's; its file says only that there is one, and 3.2's small models use another factor."""
-    if not params.get("use_scaled_rope", False):
+    if not flag(params, "use_scaled_rope", where):
         return None
     factor = number(params, "rope_scaling_factor", where, 32.0 if size in _LLAMA_32_SMALL else 8.0)
     return RopeScaling("llama3", factor, 1.0, number(params, "high_freq_factor", where, 4.0), 8192)
@@ -110,7 +115,7 @@ def _context(params: Mapping[str, Any], theta: float, where: str) -> int:
     """The context that a model was trained with, which `params.json` leaves unsaid."""
     if params.get("max_seq_len") is not None:
         return whole_number(params, "max_seq_len", where)
-    if params.get("use_scaled_rope", False):
+    if flag(params, "use_scaled_rope", where):
         context, meant = 131072, "Llama 3.1"
     elif theta >= 1_000_000:
         context, meant = 16384, "Code Llama"

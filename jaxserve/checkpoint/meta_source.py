@@ -25,9 +25,9 @@ def consolidated_files(folder: Path) -> list[Path]:
     numbers = {int(match[1]): path.name for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
     if not numbers:
         raise CheckpointError(f"{folder} has params.json and no consolidated.00.pth: fetch the checkpoint again")
-    missing = sorted(set(range(max(numbers) + 1)) - numbers.keys())
-    if missing:
-        raise CheckpointError(f"{folder}: consolidated.{missing[0]:02d}.pth is missing: fetch the checkpoint again")
+    for place, number in enumerate(sorted(numbers)):  # and not up to the largest, which may be any
+        if number != place:
+            raise CheckpointError(f"{folder}: consolidated.{place:02d}.pth is missing: fetch the checkpoint again")
     return [checked_file(folder, numbers[number]) for number in sorted(numbers)]
 
 

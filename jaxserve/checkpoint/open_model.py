@@ -13,6 +13,7 @@ from jaxserve.checkpoint.hf_model import open_huggingface
 from jaxserve.checkpoint.manifest import is_converted
 from jaxserve.checkpoint.opened_model import OpenModel
 from jaxserve.checkpoint.tensor_source import BFLOAT16
+from jaxserve.checkpoint.token_ids import check_token_ids
 
 DTYPES: dict[str, np.dtype | None] = {
     "auto": None,
@@ -55,4 +56,5 @@ def open_model(path: Path, dtype: str = "auto") -> Iterator[OpenModel]:
             "(converted)"
         )
     with opened as model:
+        check_token_ids(model.assembler.config, model.tokenizer, str(path))
         yield model

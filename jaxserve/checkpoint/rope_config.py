@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from jaxserve.checkpoint.config_values import number, numbers, whole_number
+from jaxserve.checkpoint.config_values import flag, number, numbers, whole_number
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.families import Family
 from jaxserve.config import RopeScaling, RopeScalingKind
 
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+# What may be said where nothing is scaled: transformers notes the model's own length there too.
+_KEYS_WITHOUT_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL_LENGTH}
 
 
 def rope_from_hf(config: Mapping[str, Any], family: Family, where: str) -> tuple[float, RopeScaling | None]:
@@ -20,7 +22,7 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, where: str) -> tuple
     Raises:
         CheckpointError: for a scaling that is not known, or one with a missing or malformed number.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = next((config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), {})
     if not isinstance(given, Mapping):
         raise CheckpointError(f"{where}: rope scaling {given!r} must be an object")
     if given.get("partial_rotary_factor") not in (None, 1.0):
@@ -31,6 +33,9 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, where: str) -> tuple
     theta = number(given if "rope_theta" in given else config, "rope_theta", where, family.default_rope_theta)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
+        unread = sorted(given.keys() - _KEYS_WITHOUT_SCALING)
+        if unread:  # a scaling without its kind, or one for each kind of layer
+            raise CheckpointError(f"{where}: rope scaling {given!r} has {unread} and no rope_type that they belong to")
         return theta, None
     kind = family.rope_kinds.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in get_args(RopeScalingKind):
@@ -66,9 +71,7 @@ def _scaling(
 
 def _yarn(factor: float, given: Mapping[str, Any], config: Mapping[str, Any], where: str) -> RopeScaling:
     holder = config if _ORIGINAL_LENGTH in config else given
-    truncate = given.get("truncate", True)
-    if not isinstance(truncate, bool):
-        raise CheckpointError(f"{where}: truncate={truncate!r} must be true or false")
+    truncate = flag(given, "truncate", where, True)
     attention_factor = yarn_attention_factor(factor)
     if given.get("mscale") and given.get("mscale_all_dim"):
         parts = [yarn_attention_factor(factor, number(given, key, where)) for key in ("mscale", "mscale_all_dim")]

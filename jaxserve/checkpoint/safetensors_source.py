@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import safetensors
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tensor_source import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2
 from jaxserve.checkpoint.tokenizer_files import error_line
-from jaxserve.checkpoint.trusted_files import checked_file, index_of_files
+from jaxserve.checkpoint.trusted_files import check_index, checked_file, index_of_files
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -89,14 +88,7 @@ class SafetensorsSource:
                     raise CheckpointError(f"{path}: tensor {name!r} is also in {self._places[name].path.name}")
                 self._places[name] = place
         if (folder / INDEX_FILE).exists():
-            self._check_index(folder, index_of_files(folder, INDEX_FILE))
-
-    def _check_index(self, folder: Path, weight_map: Mapping[str, str]) -> None:
-        for name, file in weight_map.items():
-            if name not in self._places or self._places[name].path.name != file:
-                raise CheckpointError(
-                    f"{folder / file} lacks tensor {name!r}, which {INDEX_FILE} promises: fetch the file again"
-                )
+            check_index(folder, INDEX_FILE, {name: place.path.name for name, place in self._places.items()})
 
     def __enter__(self) -> SafetensorsSource:
         return self

@@ -102,9 +102,12 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if (folder / "chat_template.jinja").exists():
         return read_text(checked_file(folder, "chat_template.jinja"))
     template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+    if isinstance(template, list) and all(_is_named_template(entry) for entry in template):
+        template = {entry.get("name"): entry["template"] for entry in template}.get("default")
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text, or named texts")
     return template
+
+
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)

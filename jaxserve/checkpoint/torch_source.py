@@ -62,6 +62,11 @@ def load_tensors(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} must hold tensors by name and nothing else: get the model's safetensors version")
     size = path.stat().st_size
     for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is no plain array of numbers ({tensor.layout}, {tensor.device}, {tensor.dtype}), "
+                "which is not supported: get the model's safetensors version"
+            )
         if tensor.numel() * tensor.element_size() > size:  # one number may stand for any number of them
             raise CheckpointError(
                 f"{path} is damaged: tensor {name!r} of shape {tuple(tensor.shape)} has more bytes than the file"
@@ -87,6 +92,7 @@ def numpy_dtype(tensor: Any, where: str, *, integers: bool = False) -> np.dtype:
 
 def to_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
     """A copy of a tensor's values, whose dtype `numpy_dtype` told."""
+    tensor = tensor.detach()  # a parameter of a model gives no values otherwise
     if dtype != BFLOAT16:
         return np.array(tensor.numpy())
     return np.array(tensor.contiguous().view(dtype=_torch_int16(tensor)).numpy()).view(BFLOAT16)
@@ -153,6 +159,10 @@ class BinSource:
                 if name in self._files:
                     raise CheckpointError(f"{path}: tensor {name!r} is also in {self._files[name].path.name}")
                 self._files[name] = file
+
+    def file_names(self) -> dict[str, str]:
+        """The file of each tensor."""
+        return {name: file.path.name for name, file in self._files.items()}
 
     def __enter__(self) -> BinSource:
         return self

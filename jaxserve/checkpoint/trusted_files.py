@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.tokenizer_files import read_json
+from jaxserve.checkpoint.tokenizer_files import error_line, read_json
 
 
 def checked_file(folder: Path, name: str) -> Path:
@@ -15,15 +16,21 @@ def checked_file(folder: Path, name: str) -> Path:
     `snapshots/REVISION/FILE` is a link to `blobs/HASH`), and nowhere else.
 
     Raises:
-        CheckpointError: for a name that leaves the folder, or a file that is not there. Nothing is opened.
+        CheckpointError: for a name that leaves the folder, or a file that is not there or no plain file (a pipe would
+            never end). Nothing is opened.
     """
-    if Path(name).is_absolute() or len(Path(name).parts) != 1 or name in ("", ".", ".."):
+    if not name.isprintable() or Path(name).is_absolute() or len(Path(name).parts) != 1 or name in ("", ".", ".."):
         raise CheckpointError(f"{folder}: refuses the file name {name!r}: it must be a plain name inside the folder")
     path = folder / name
-    if not path.exists():
-        raise CheckpointError(f"{folder}: {name} is missing: fetch the checkpoint again")
-    if not path.resolve().is_relative_to(_allowed_root(folder)):
-        raise CheckpointError(f"{folder}: refuses {name}: it is a link that leaves the folder")
+    try:
+        if not path.exists():
+            raise CheckpointError(f"{folder}: {name} is missing: fetch the checkpoint again")
+        if not path.resolve().is_relative_to(_allowed_root(folder)):
+            raise CheckpointError(f"{folder}: refuses {name}: it is a link that leaves the folder")
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: refuses {name}: it is no plain file")
+    except OSError as error:  # such as a name that is too long
+        raise CheckpointError(f"{folder}: cannot open {name!r}: {error_line(error)}") from error
     return path
 
 
@@ -45,3 +52,16 @@ def index_of_files(folder: Path, index_file: str) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{folder / index_file}: weight_map must map tensor names to file names")
     return weight_map
+
+
+def check_index(folder: Path, index_file: str, found: Mapping[str, str]) -> None:
+    """Raises CheckpointError if a tensor is not in the file that an index says.
+
+    Args:
+        found: the file of each tensor.
+    """
+    for name, file in index_of_files(folder, index_file).items():
+        if found.get(name) != file:
+            raise CheckpointError(
+                f"{folder / file} lacks tensor {name!r}, which {index_file} promises: fetch the file again"
+            )

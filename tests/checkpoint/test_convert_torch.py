@@ -129,6 +129,35 @@ class TestWithTorch:
         torch.save(tensors, folder / "pytorch_model.bin")
         assert_refused(folder, match=r"'lm_head.weight' of shape \(260, 1000000000\) has more bytes than the file")
 
+    @pytest.mark.parametrize("kind", ["sparse", "meta"])
+    def test_what_is_no_plain_array(self, folder: Path, kind: str, torch: Any) -> None:
+        tensors = {name: torch.from_numpy(value) for name, value in load_file(folder / "model.safetensors").items()}
+        (folder / "model.safetensors").unlink()
+        norm = tensors["model.norm.weight"]
+        tensors["model.norm.weight"] = norm.to_sparse() if kind == "sparse" else norm.to("meta")
+        torch.save(tensors, folder / "pytorch_model.bin")
+        assert_refused(folder, match=r"'model.norm.weight' is no plain array of numbers")
+
+    def test_parameters_of_a_model(self, folder: Path, tmp_path: Path, torch: Any) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        parameters = {name: torch.nn.Parameter(torch.from_numpy(value)) for name, value in tensors.items()}
+        torch.save(parameters, folder / "pytorch_model.bin")
+        params = converted(folder, tmp_path / "converted")
+        np.testing.assert_array_equal(np.asarray(params.final_norm), tensors["model.norm.weight"])
+
+    def test_an_index_that_promises_more_than_its_files_hold(self, folder: Path, torch: Any) -> None:
+        tensors = {name: torch.from_numpy(value) for name, value in load_file(folder / "model.safetensors").items()}
+        (folder / "model.safetensors").unlink()
+        torch.save(tensors, folder / "pytorch_model.bin")
+        weight_map = dict.fromkeys([*tensors, "more"], "pytorch_model.bin")
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        assert_refused(folder, match=r"pytorch_model\.bin lacks tensor 'more', which pytorch_model\.bin\.index\.json")
+
+    def test_metas_vocabulary_is_of_the_size_that_is_said(self, folder: Path, tmp_path: Path, torch: Any) -> None:
+        meta = meta_folder(folder, tmp_path / "meta", torch, vocab_size=3)
+        assert_refused(meta, match=r"vocab_size=3, but 'tok_embeddings\.weight' has shape")
+
     @pytest.mark.parametrize("shards", [1, 2])
     def test_same_as_from_safetensors(self, folder: Path, tmp_path: Path, shards: int, torch: Any) -> None:
         direct = converted(folder, tmp_path / "direct", dtype="bfloat16")
@@ -163,7 +192,8 @@ class TestWithTorch:
         manifest = read_manifest(tmp_path / "converted")
         assert (manifest.source, manifest.architecture) == ("meta", "LlamaForCausalLM")
 
-    def test_metas_tokenizer_and_its_ends(self, folder: Path, tmp_path: Path, torch: Any) -> None:
+    def test_metas_tokenizer_and_its_ends(self, tmp_path: Path, torch: Any) -> None:
+        folder = write_tiny_llama(tmp_path / "source", vocab_size=600 + 256, **SHAPE)
         meta = meta_folder(folder, tmp_path / "meta", torch)
         shutil.copy(TOKENIZERS / "tiktoken" / "tokenizer.model", meta)
         convert(meta, tmp_path / "converted", progress=NoProgress())

@@ -135,9 +135,10 @@ def test_sharding_that_does_not_divide_is_the_callers_mistake(folder: Path) -> N
     [
         ('"hidden_size": 64', '"hidden_size": 128', "shape"),
         ('"num_layers": 2', '"num_layers": 3', "layer_002"),
-        ('"num_layers": 2', '"num_layers": 1000000000000', "num_layers=1000000000000 of"),
+        ('"num_layers": 2', '"num_layers": 1000000000000', "num_layers=1000000000000 must be"),
+        ('"num_layers": 2', '"num_layers": 2000000000', "num_layers=2000000000 of"),
         ('"num_layers": 2', '"num_layers": 1', "layer_001"),
-        ('"num_layers": 2', '"num_layers": NaN', "num_layers=nan of"),
+        ('"num_layers": 2', '"num_layers": NaN', "num_layers=nan must be"),
         ('"format_version": 2', '"format_version": 99', "format_version=99"),
         ('"vocab_size"', '"vocabulary"', "vocabulary"),
         ('"name"', '"title"', "title"),

@@ -78,6 +78,7 @@ def test_length_of_sequences_changes_no_model_whose_scaling_does_not_depend_on_i
         ({"kind": "yarn", "factor": 2.0, "attention_factor": float("nan")}, "attention_factor=nan"),
         ({"kind": "longrope", "short_factors": (1.0,)}, r"long_factors=\(\) must be positive numbers"),
         ({"kind": "linear", "factor": 2.0, "short_factors": (1.0,)}, "and only then"),
+        ({"kind": "llama3", "factor": 8.0, "low_frequency_factor": 4.0}, "low_frequency_factor=4.0 must be .* below"),
     ],
 )
 def test_scalings_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
