@@ -12,20 +12,22 @@ from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import (
 from jaxserve.kernels.all_reduce_add_rms_norm_xla import all_reduce, all_reduce_add_rms_norm_xla
 from jaxserve.kernels.hopper import takes_kernel
 from jaxserve.kernels.peer_memory import PeerMemory
+from jaxserve.kernels.quantize_rows import Float8Product, Float8Rows, quantize_rows
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
 
 def all_reduce_add_rms_norm(
     x: Float[Array, "rows size"],
-    update: Float[Array, "*parts rows size"],
+    update: Float[Array, "*parts rows size"] | Float8Product,
     weight: Float[Array, " size"],
     eps: float,
     *,
     axis: str,
     peers: PeerMemory | None,
+    rounds: bool = False,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
+) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"] | Float8Rows]:
     """Computes t = x + the sum of update over devices, and t / sqrt(mean(t²) + eps) * weight (arXiv:1910.07467).
 
     Runs inside `jax.shard_map`, on every device of the axis alike. All devices get the same bits.
@@ -33,10 +35,11 @@ def all_reduce_add_rms_norm(
     Args:
         x: the residual stream, the same on all devices.
         update: this device's part of what is added to it, in x's dtype; or float32 [parts, rows, size], whose sum over
-            the parts it is.
+            the parts it is; or a product of float8 numbers that is still to be scaled.
         weight: the norm's factors, in any float dtype.
         axis: of the mesh, over which `update` is summed.
         peers: this device's part of `make_peer_memory`'s result, over the same axis, for the Hopper kernel.
+        rounds: give the norm in float8, as `quantize_rows` does.
         implementation: None takes the Hopper kernel where `peers` is given and it can run, and else XLA's all-reduce and
             `add_rms_norm`. A name asks for that one; "xla" is plain XLA throughout.
 
@@ -47,18 +50,28 @@ def all_reduce_add_rms_norm(
         ValueError: shapes or dtypes that do not fit together.
         NotImplementedError: implementation="mosaic_gpu" for a case that the kernel does not cover.
     """
-    check_arguments(x, update, weight)
+    is_unscaled = isinstance(update, Float8Product)
+    sent = x.dtype if is_unscaled else update.dtype
+    if not is_unscaled:
+        check_arguments(x, update, weight)
 
     def reason() -> str | None:
-        return "peers=None" if peers is None else unsupported_reason(x, update, peers.layout)
+        return "peers=None" if peers is None else unsupported_reason(x, sent, peers.layout)
 
     # Without peers, or with more rows than they are for, XLA's all-reduce is what was chosen, not a fall-back.
     is_expected = peers is not None and x.shape[0] <= peers.layout.max_rows
     if takes_kernel("all_reduce_add_rms_norm", implementation, reason, is_expected=is_expected) and peers is not None:
-        total, normed = all_reduce_add_rms_norm_mosaic_gpu(
-            x[None], update[None], weight, peers.table, eps=eps, layout=peers.layout
+        arrays = [array[None] for array in update] if is_unscaled else [update[None]]
+        results = all_reduce_add_rms_norm_mosaic_gpu(
+            x[None], arrays[0], weight, peers.table, *arrays[1:], eps=eps, layout=peers.layout, rounds=rounds
         )
-        return total[0], normed[0]
+        total, normed, *factors = [result[0] for result in results]
+        return total, Float8Rows(normed, factors[0], x.shape[0], x.dtype) if rounds else normed
+    if is_unscaled:
+        update = update.scaled(x.shape[0], x.dtype)
+        check_arguments(x, update, weight)
     if implementation == "xla":
-        return all_reduce_add_rms_norm_xla(x, update, weight, eps, axis)
-    return add_rms_norm(x, all_reduce(x.dtype, update, axis), weight, eps)
+        total, normed = all_reduce_add_rms_norm_xla(x, update, weight, eps, axis)
+    else:
+        total, normed = add_rms_norm(x, all_reduce(x.dtype, update, axis), weight, eps)
+    return total, quantize_rows(normed, implementation=implementation) if rounds else normed

@@ -15,8 +15,9 @@ from jaxserve.kernels.int4 import unpack_int4
 
 FLOAT8 = jnp.float8_e4m3fn
 FLOAT8_MAX = 448.0
+SMALLEST_FACTOR = 2.0**-126  # that float32 has without losing digits, so that rows of zeros are divided by something
 # cuBLASLt's 8-bit products take multiples of this many rows; and products of one row XLA treats as vectors, not with it.
-_ROW_MULTIPLE = 16
+ROW_MULTIPLE = 16
 
 
 def quantized_matmul_xla(
@@ -71,14 +72,13 @@ def quantize_rows(
     if input_scale is not None:
         factors = jnp.broadcast_to(input_scale, (x.shape[0], 1))
         return jnp.clip(wide / input_scale, -FLOAT8_MAX, FLOAT8_MAX).astype(FLOAT8), factors
-    # As small as float32 has without losing digits, so that rows of zeros are divided by something.
-    factors = jnp.maximum(jnp.max(jnp.abs(wide), axis=1, keepdims=True) * (1.0 / FLOAT8_MAX), 2.0**-126)
+    factors = jnp.maximum(jnp.max(jnp.abs(wide), axis=1, keepdims=True) * (1.0 / FLOAT8_MAX), SMALLEST_FACTOR)
     if power_of_two_factors:
-        factors = _power_of_two_above(factors)
+        factors = power_of_two_above(factors)
     return jnp.clip(wide / factors, -FLOAT8_MAX, FLOAT8_MAX).astype(FLOAT8), factors
 
 
-def _power_of_two_above(x: Float[Array, "rows 1"]) -> Float[Array, "rows 1"]:
+def power_of_two_above(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """The smallest power of two not below x, which is at least 2**-126."""
     mantissa_bits = 23
     bits = lax.bitcast_convert_type(x, jnp.int32) + jnp.int32((1 << mantissa_bits) - 1)
@@ -90,7 +90,7 @@ def _product(x: Array, rows: tuple[Array, Array] | None, values: Array, scales: 
     if values.dtype == jnp.uint8:
         return _matmul(x, dequantize_int4(values, scales, x.dtype))
     if rows is not None:
-        return _float8_product(rows[0], values) * rows[1] * scales[None]
+        return float8_product(rows[0], values) * rows[1] * scales[None]
     return _matmul(x, values.astype(x.dtype)) * scales[None]
 
 
@@ -101,13 +101,18 @@ def dequantize_int4(values: Array, scales: Array, dtype: jnp.dtype) -> Float[Arr
     return (numbers * scales.T[:, :, None].astype(jnp.float32)).astype(dtype).reshape(n, -1)
 
 
-def _float8_product(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float[Array, "rows n"]:
-    """x @ w.T of float8 numbers, in float32."""
+def float8_product(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float[Array, "rows n"]:
+    """x @ w.T of float8 numbers, in float32; where x lacks rows that `product_rows` tells of, they are added and cut off."""
+    rows = x.shape[0]
+    padding = product_rows(rows) - rows
     if jax.default_backend() != "gpu":  # the same numbers: products of two float8 are exact in float32
         return _matmul(x.astype(jnp.float32), w.astype(jnp.float32))
-    rows = x.shape[0]
-    padding = -rows % _ROW_MULTIPLE
     return _matmul(jnp.pad(x, ((0, padding), (0, 0))), w)[:rows]
+
+
+def product_rows(rows: int) -> int:
+    """Rows that 8-bit products of so many rows take on this process's default device."""
+    return rows + -rows % ROW_MULTIPLE if jax.default_backend() == "gpu" else rows
 
 
 def _matmul(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float[Array, "rows n"]:

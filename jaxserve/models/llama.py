@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jaxserve.kernels.all_reduce_add_rms_norm import all_reduce_add_rms_norm
 from jaxserve.kernels.decode_attention import decode_attention
 from jaxserve.kernels.peer_memory import PeerMemory
 from jaxserve.kernels.prefill_attention import prefill_attention
+from jaxserve.kernels.quantize_rows import Float8Product, Float8Rows
+from jaxserve.kernels.quantized_matmul_xla import product_rows
 from jaxserve.kernels.rms_norm_xla import rms_norm
 from jaxserve.kernels.rope_write_kv import rope_write_kv
 from jaxserve.models.batch import Batch
@@ -26,8 +28,10 @@ from jaxserve.models.linear import (
     column_parallel,
     head_scores,
     num_parts,
+    num_tokens,
+    rounds_rows,
     row_parallel,
-    row_parallel_part,
+    row_parallel_unscaled,
     swiglu,
 )
 from jaxserve.models.params import LayerParams, LlamaParams
@@ -40,7 +44,7 @@ from jaxserve.sharding.mesh import TENSOR_AXIS
 class Unsummed:
     """One device's part of what is still to be summed over devices: the kernel that adds it to the residual does that."""
 
-    part: Float[Array, "tokens hidden"]
+    part: Float[Array, "tokens hidden"] | Float8Product
 
 
 @struct.dataclass
@@ -122,7 +126,10 @@ def _summed(stream: Stream, collectives: Collectives) -> Stream:
     """The same with its update summed over devices."""
     if not isinstance(stream.update, Unsummed):
         return stream
-    return Stream(residual=stream.residual, update=collectives.all_reduce(stream.update.part))
+    part = stream.update.part
+    if isinstance(part, Float8Product):
+        part = part.scaled(stream.residual.shape[0], stream.residual.dtype)
+    return Stream(residual=stream.residual, update=collectives.all_reduce(part))
 
 
 def _add_norm(
@@ -131,11 +138,23 @@ def _add_norm(
     weight: Float[Array, " hidden"],
     config: ModelConfig,
     peers: PeerMemory | None,
-) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
-    """The residual stream with what the last block adds to it, and its norm."""
+    w_next: Any = None,
+) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"] | Float8Rows]:
+    """The residual stream with what the last block adds to it, and its norm.
+
+    Args:
+        w_next: a weight that alone takes in the norm; where its product rounds what it gets to float8, the norm may be
+            rounded so already.
+    """
     if isinstance(update, Unsummed):
         return all_reduce_add_rms_norm(
-            residual, update.part, weight, config.rms_norm_eps, axis=TENSOR_AXIS, peers=peers
+            residual,
+            update.part,
+            weight,
+            config.rms_norm_eps,
+            axis=TENSOR_AXIS,
+            peers=peers,
+            rounds=rounds_rows(w_next),
         )
     return add_rms_norm(residual, update, weight, config.rms_norm_eps)
 
@@ -146,15 +165,15 @@ def _leaves_unsummed(tokens: int, bias: Float[Array, " hidden"] | None, peers: P
 
 
 def _row_parallel(
-    x: Float[Array, "tokens k"],
+    x: Float[Array, "tokens k"] | Float8Rows,
     w: Any,
     bias: Float[Array, " hidden"] | None,
     collectives: Collectives,
     peers: PeerMemory | None,
 ) -> Float[Array, "*parts tokens hidden"] | Unsummed:
     """The product that ends a block, summed over devices or left to be."""
-    if _leaves_unsummed(x.shape[0], bias, peers):
-        return Unsummed(row_parallel_part(x, w))
+    if _leaves_unsummed(num_tokens(x), bias, peers):
+        return Unsummed(row_parallel_unscaled(x, w))
     return row_parallel(x, w, bias, collectives)
 
 
@@ -163,11 +182,23 @@ def _like_between_layers(
 ) -> Stream:
     """The stream before the first layer in the form that it has before all others, so that one trace serves them all."""
     if _leaves_unsummed(stream.residual.shape[0], layer.b_down, peers):
-        return Stream(residual=stream.residual, update=Unsummed(jnp.zeros_like(stream.residual)))
+        return Stream(residual=stream.residual, update=Unsummed(_nothing(stream.residual, layer.w_down)))
     parts = num_parts(stream.residual.shape[0], layer.w_down, layer.b_down, collectives)
     if parts == 1:
         return stream
     return Stream(residual=stream.residual, update=jnp.zeros((parts, *stream.residual.shape), jnp.float32))
+
+
+def _nothing(residual: Float[Array, "tokens hidden"], w: Any) -> Float[Array, "tokens hidden"] | Float8Product:
+    """What `row_parallel_unscaled` with this weight gives of nothing."""
+    if not rounds_rows(w):
+        return jnp.zeros_like(residual)
+    rows = product_rows(residual.shape[0])
+    return Float8Product(
+        numbers=jnp.zeros((rows, residual.shape[1]), jnp.float32),
+        factors=jnp.zeros(rows, jnp.float32),
+        scales=w.scales.reshape(-1),
+    )
 
 
 def rotary_tables(batch: Batch, *, config: ModelConfig) -> RopeTables:
@@ -191,7 +222,7 @@ def decoder_layer(
 ) -> tuple[Stream, KVCache]:
     """One layer: attention, then the MLP, each added to the residual; `peers` as in `forward_with_taps`."""
     with jax.named_scope("attention_norm"):
-        x, normed = _add_norm(stream.residual, stream.update, layer.attention_norm, config, peers)
+        x, normed = _add_norm(stream.residual, stream.update, layer.attention_norm, config, peers, layer.wqkv)
     return layer_of_normed(
         layer, index, x, normed, cache, batch, rope, config=config, collectives=collectives, peers=peers
     )
@@ -201,7 +232,7 @@ def layer_of_normed(
     layer: LayerParams,
     index: Int32[Array, ""],
     residual: Float[Array, "tokens hidden"],
-    normed: Float[Array, "tokens inputs"],
+    normed: Float[Array, "tokens inputs"] | Float8Rows,
     cache: KVCache,
     batch: Batch,
     rope: RopeTables,
@@ -213,9 +244,10 @@ def layer_of_normed(
     """One layer from what its attention takes in, which may be wider than the residual stream."""
     attended, cache = _attention(layer, index, normed, cache, batch, rope, config, collectives, peers)
     with jax.named_scope("mlp_norm"):
-        x, normed = _add_norm(residual, attended, layer.mlp_norm, config, peers)
+        w_next = None if layer.b_gate_up is not None or not rounds_rows(layer.w_down) else layer.w_gate_up
+        x, normed = _add_norm(residual, attended, layer.mlp_norm, config, peers, w_next)
     with jax.named_scope("mlp"):
-        activated = swiglu(normed, layer.w_gate_up, layer.b_gate_up)
+        activated = swiglu(normed, layer.w_gate_up, layer.b_gate_up, layer.w_down)
         update = _row_parallel(activated, layer.w_down, layer.b_down, collectives, peers)
         return Stream(residual=x, update=update), cache
 
@@ -224,7 +256,8 @@ def final_norm(
     params: LlamaParams, stream: Stream, *, config: ModelConfig, peers: PeerMemory | None = None
 ) -> Float[Array, "tokens hidden"]:
     with jax.named_scope("final_norm"):
-        return _add_norm(stream.residual, stream.update, params.final_norm, config, peers)[1]
+        normed = _add_norm(stream.residual, stream.update, params.final_norm, config, peers)[1]
+        return cast("Array", normed)  # nothing was said to take it in float8
 
 
 def logits(
@@ -242,7 +275,7 @@ def logits(
 def _attention(
     layer: LayerParams,
     index: Int32[Array, ""],
-    normed: Float[Array, "tokens hidden"],
+    normed: Float[Array, "tokens hidden"] | Float8Rows,
     cache: KVCache,
     batch: Batch,
     rope: RopeTables,
@@ -251,7 +284,7 @@ def _attention(
     peers: PeerMemory | None,
 ) -> tuple[Float[Array, "*parts tokens hidden"] | Unsummed, KVCache]:
     """What attention adds to the residual stream, and the cache with the tokens' keys and values written."""
-    tokens = normed.shape[0]
+    tokens = num_tokens(normed)
     _, kv_heads, width, head_dim = layer.wqkv.shape  # this device's KV heads; width is query heads a KV head + 2
     with jax.named_scope("qkv"):
         qkv = column_parallel(normed, layer.wqkv, None)

@@ -7,11 +7,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.kernels.all_reduce_add_rms_norm import all_reduce_add_rms_norm
 from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import all_reduce_add_rms_norm_mosaic_gpu, unsupported_reason
 from jaxserve.kernels.peer_memory import EMPTY, PeerLayout, address_table, empty_memory, make_peer_memory
+from jaxserve.kernels.quantize_rows import Float8Product, Float8Rows, quantize_rows
 from tests.kernels.all_reduce_add_rms_norm_cases import AXIS, EPS, check, make_problem, on_mesh
 
 needs_mosaic = pytest.mark.skipif(
@@ -43,6 +44,53 @@ def test_hopper_kernel_rounds_the_sum_once(ranks: int, rows: int, size: int, par
     )
     table = jnp.zeros((ranks, layout.table_words), jnp.int32)
     check(problem, kernel(jnp.tile(x[None], (ranks, 1, 1)), update, weight, table), roundings=1)
+
+
+@needs_mosaic
+def test_hopper_kernel_scales_what_comes_and_rounds_the_norm() -> None:
+    """A product of float8 numbers goes in as it is, and the norm comes out as the next product wants it."""
+    ranks, rows, size = 2, 3, 1024
+    x, update, weight = make_problem(ranks, rows, size)
+    numbers = jnp.pad(update.astype(jnp.float32) * 64.0, ((0, 0), (0, 13), (0, 0)), constant_values=jnp.nan)
+    factors = jnp.full((ranks, rows + 13), 0.25, jnp.float32)
+    scales = jnp.full((ranks, size), 0.0625, jnp.float32)
+    layout = PeerLayout(ranks, rows, 4 * size)
+    kernel = functools.partial(
+        all_reduce_add_rms_norm_mosaic_gpu, eps=EPS, layout=layout, interpret=plgpu.InterpretGPUParams()
+    )
+    table, residual = jnp.zeros((ranks, layout.table_words), jnp.int32), jnp.tile(x[None], (ranks, 1, 1))
+    plain_total, plain_norm = kernel(residual, update, weight, table)
+    total, values, norm_factors = kernel(residual, numbers, weight, table, factors, scales, rounds=True)
+    np.testing.assert_array_equal(total, plain_total)
+    expected = quantize_rows(plain_norm[0], implementation="xla")
+    assert values.shape == (ranks, 16, size)
+    np.testing.assert_allclose(norm_factors[0, :rows], expected.factors[:rows], rtol=1e-6)
+    wide = values[0, :rows].astype(jnp.float32) * norm_factors[0, :rows, None]
+    np.testing.assert_allclose(
+        wide, plain_norm[0].astype(jnp.float32), rtol=2.0**-4, atol=2.0**-9 * 448 * float(norm_factors[0, :rows].max())
+    )
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_plain_xla_takes_and_gives_the_same_forms(rounds: bool) -> None:
+    x, update, weight = make_problem(2, 3, 256)
+    unscaled = Float8Product(update.astype(jnp.float32) * 8.0, jnp.full((2, 3), 0.5), jnp.full((2, 256), 0.25))
+
+    def per_device(x: jax.Array, update: jax.Array, unscaled: Float8Product) -> tuple[jax.Array, ...]:
+        def run(update: jax.Array | Float8Product) -> tuple[jax.Array, ...]:
+            total, normed = all_reduce_add_rms_norm(x, update, weight, EPS, axis=AXIS, peers=None, rounds=rounds)
+            return (total, normed.values, normed.factors) if isinstance(normed, Float8Rows) else (total, normed)
+
+        apart = run(Float8Product(*(part[0] for part in unscaled)))
+        return tuple(one[None] for one in (*run(update[0]), *apart))
+
+    cut, whole = PartitionSpec(AXIS), PartitionSpec()
+    mapped = jax.shard_map(per_device, mesh=mesh_of(2), in_specs=(whole, cut, cut), out_specs=cut, check_vma=False)
+    results = jax.jit(mapped)(x, update, unscaled)
+    half = len(results) // 2
+    for one, other in zip(results[:half], results[half:], strict=True):
+        np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
+    assert results[1].dtype == (jnp.float8_e4m3fn if rounds else x.dtype)
 
 
 def test_every_device_finds_the_others_by_the_bits_in_which_ranks_differ():
@@ -114,8 +162,8 @@ def test_the_hopper_kernel_is_refused_where_it_cannot_run():
     with pytest.raises(NotImplementedError, match="can't run here"):
         all_reduce_add_rms_norm(x, update[0], weight, EPS, axis=AXIS, peers=None, implementation="mosaic_gpu")
     layout = PeerLayout(2, 2, 2048)
-    assert unsupported_reason(x, update[0], layout) is None
-    assert "more than the 1" in (unsupported_reason(x, update[0], PeerLayout(2, 1, 2048)) or "")
-    assert "longer than" in (unsupported_reason(x, update[0].astype(jnp.float32)[None], layout) or "")
-    assert "multiple of 1024" in (unsupported_reason(x[:, :512], update[0, :, :512], layout) or "")
-    assert "neither" in (unsupported_reason(x.astype(jnp.float32), update[0], layout) or "")
+    assert unsupported_reason(x, update.dtype, layout) is None
+    assert "more than the 1" in (unsupported_reason(x, update.dtype, PeerLayout(2, 1, 2048)) or "")
+    assert "longer than" in (unsupported_reason(x, jnp.dtype(jnp.float32), layout) or "")
+    assert "multiple of 1024" in (unsupported_reason(x[:, :512], update.dtype, layout) or "")
+    assert "neither" in (unsupported_reason(x.astype(jnp.float32), update.dtype, layout) or "")

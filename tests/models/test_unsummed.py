@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.models import llama
+from jaxserve.models.quantize_params import quantize_params
+from jaxserve.quantization_config import QuantizationConfig
 from tests.models.paged_model import PagedModel
 from tests.tiny_engine import MODEL_CONFIG, random_params
 
@@ -24,6 +27,29 @@ def test_forward_pass_is_the_same(peer_rows: int, output_bias: bool):
     models = [
         PagedModel(config, params, capacity=16, tensor_parallel_size=2, peer_rows=rows) for rows in (0, peer_rows)
     ]
+    expected, got = (model.prefill(PROMPT) for model in models)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    expected, got = (model.decode(11, rows=2) for model in models)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "dense",
+    [
+        {},
+        {"dense_weights": ("wqkv", "w_down")},
+        {"dense_weights": ("w_gate_up",)},
+        {"dense_layers": (0,)},
+        {"dense_parts": ((1, "wo"),)},
+    ],
+    ids=str,
+)
+def test_products_of_float8_numbers_are_scaled_by_who_sums_them(dense: dict[str, Any]):
+    """Wherever they stand beside dense weights, rows are rounded before a product and scaled behind it as without peers."""
+    quantization = dataclasses.replace(QuantizationConfig.named("fp8"), **dense)
+    params = quantize_params(random_params(MODEL_CONFIG), MODEL_CONFIG, quantization)
+    config = dataclasses.replace(MODEL_CONFIG, quantization=quantization)
+    models = [PagedModel(config, params, capacity=16, tensor_parallel_size=2, peer_rows=rows) for rows in (0, 8)]
     expected, got = (model.prefill(PROMPT) for model in models)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
     expected, got = (model.decode(11, rows=2) for model in models)
