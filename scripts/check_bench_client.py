@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean, median
@@ -67,7 +68,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, object], seen: Seen, *,
             now, event = time.monotonic(), json.loads(line[6:])
             if event.get("usage"):
                 tokens = event["usage"]["completion_tokens"]
-            if any(choice["text"] or choice["finish_reason"] for choice in event["choices"]):
+            if any(choice["text"] for choice in event["choices"]):
                 first, last, count = first or now, now, count + 1
                 seen.chunks.append(now)
     seen.tokens += tokens
@@ -214,7 +215,7 @@ def model_server(model: str, streams: int) -> Iterator[str]:
     config = EngineConfig(enable_prefix_caching=False, max_num_seqs=streams)
     claim_device_memory(config.gpu_memory_utilization, 1)
     if has_own_process("auto", config):
-        engine = start_remote_engine(model, config, ProcessSetup(configure_logging, progress_on))
+        engine = start_remote_engine(model, config, ProcessSetup(partial(configure_logging, 0), progress_on))
     else:
         engine = start_engine(model, config, progress_on())
     try:
