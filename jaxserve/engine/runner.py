@@ -332,7 +332,7 @@ class ModelRunner:
         return tokens, logprobs
 
     def _padded_masks(self, masks: np.ndarray, batch: ScheduledBatch, bucket: Bucket, num_rows: int) -> np.ndarray:
-        """The masks of a batch's rows at the rows of logits that are theirs."""
+        """A copy of the masks of a batch's rows, at the rows of logits that are theirs."""
         padded = np.full((num_rows, self._mask_words), -1, np.int32)
         num_decode = len(batch.decode) * (bucket.num_drafts + 1)
         padded[:num_decode] = masks[:num_decode]

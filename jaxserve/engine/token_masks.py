@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,21 +29,16 @@ from jaxserve.engine.sequence import Sequence, SequenceStatus
 MASK_BITS = 32  # tokens in one word of a mask
 _MAX_THREADS = 16
 _MASKS_PER_THREAD = 4  # fewer are not worth waking a thread for
+_FIRST_WORDS = 256
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A constrained row: its drafts, where its masks lie among those of the step, and a view of them.
-
-    Attributes:
-        words: [positions, words], all bits set.
-    """
+class _Row(NamedTuple):  # quicker to make than a dataclass: there are some in every step
+    """A constrained row: its drafts, and where its masks begin among those of the step."""
 
     sequence: Sequence
     constraint: TokenConstraint
     drafts: tuple[int, ...]
     first: int
-    words: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class StepMasks:
     Attributes:
         words: [rows of the batch, words] int32: decode rows, then prefill chunks; in a step with drafts
             [decode rows * (num_drafts + 1), words]: those of one row after the other's. Bit b of word w stands for token
-            32 w + b; rows without a constraint have every bit set.
+            32 w + b; rows without a constraint have every bit set. Whoever wrote them does so again for the next step.
         failed: sequences whose constraint failed, with what to tell the client.
         single: rows that a single token may follow, and no end.
     """
@@ -70,8 +66,8 @@ def is_constrained(batch: ScheduledBatch) -> bool:
 
 
 def num_words(vocab_size: int) -> int:
-    """Words of one row's mask."""
-    return -(-vocab_size // MASK_BITS)
+    """Words of one row's mask. There is a bit more than tokens: for the end of text, if a library wants one."""
+    return vocab_size // MASK_BITS + 1
 
 
 class MaskWriter:
@@ -81,6 +77,7 @@ class MaskWriter:
         self._num_words = num_words(vocab_size)
         self._num_threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) - 1))
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="jaxserve-masks")
+        self._buffer = np.empty((0, self._num_words), np.int32)  # new pages for it would cost as much as writing them
 
     def write(self, batch: ScheduledBatch, drafted: DraftedTokens | None = None) -> StepMasks:
         """The masks of a step, when the tokens of the step before it are known.
@@ -90,7 +87,7 @@ class MaskWriter:
         """
         sequences = [row.sequence for row in batch.decode] + [chunk.sequence for chunk in batch.prefill]
         positions = batch.num_drafts + 1
-        words = np.full((len(sequences) * positions, self._num_words), -1, np.int32)
+        words = self._room(len(sequences) * positions)
         samples = [True] * len(batch.decode) + [chunk.samples for chunk in batch.prefill]
         rows = [
             _Row(
@@ -98,20 +95,29 @@ class MaskWriter:
                 sequence.constraint,
                 () if drafted is None else drafted.of_row(row),
                 row * positions,
-                words[row * positions : (row + 1) * positions],
             )
             for row, sequence in enumerate(sequences)
             if sequence.constraint is not None
             and samples[row]
             and sequence.status is not SequenceStatus.FINISHED  # what was launched past its end is thrown away
         ]
+        if len(rows) < len(words):
+            words.fill(-1)
         for row in rows:
             row.sequence.forced_tokens = ()
         failed, single = self._write_next(rows, words)
-        self._in_threads(_write_ahead, [row for row in rows if row.drafts and row.first not in failed], positions - 1)
+        if positions > 1:
+            ahead = [row for row in rows if row.drafts and row.first not in failed]
+            self._in_threads(lambda row: _write_ahead(row, words), ahead, positions - 1)
         return StepMasks(
             words, tuple((row.sequence, failed[row.first]) for row in rows if row.first in failed), tuple(single)
         )
+
+    def _room(self, num_rows: int) -> np.ndarray:
+        """So many rows of the buffer, in which anything may stand."""
+        if num_rows > len(self._buffer):
+            self._buffer = np.empty((num_rows, self._num_words), np.int32)
+        return self._buffer[:num_rows]
 
     def find_forced(self, masks: StepMasks) -> None:
         """Finds out which runs of tokens are forced from here on: `Sequence.forced_tokens`. Before the next step."""
@@ -132,19 +138,22 @@ class MaskWriter:
         for batch, together in batches.items():
             errors = batch.write([row.constraint for row in together], words, [row.first for row in together])
             failed |= {together[place].first: error for place, error in errors.items()}
-        self._in_threads(lambda row: _write_alone(row, failed), alone, 1)
+        self._in_threads(lambda row: _write_alone(row, words[row.first], failed), alone, 1)
         single: list[_Row] = []
-        for row in rows:
+        # Most rows may be followed by many tokens, and the first words tell.
+        filled = np.count_nonzero(words[[row.first for row in rows], :_FIRST_WORDS], axis=1).tolist()
+        for row, num_filled in zip(rows, filled, strict=True):
             if row.first in failed:
                 continue
             if row.constraint.is_complete:
-                allow(row.words[0], row.sequence.stop_token_ids)
-                continue
-            words_with_tokens = np.count_nonzero(row.words[0])
-            if not words_with_tokens:
-                failed[row.first] = "no token may follow, and the output is not complete"
-            elif words_with_tokens == 1 and _has_one_bit(int(row.words[0].view(np.uint32).max())):
-                single.append(row)
+                allow(words[row.first], row.sequence.stop_token_ids)
+            elif num_filled <= 1:
+                mask = words[row.first]
+                num_filled = np.count_nonzero(mask)
+                if not num_filled:
+                    failed[row.first] = "no token may follow, and the output is not complete"
+                elif num_filled == 1 and _has_one_bit(int(mask.view(np.uint32).max())):
+                    single.append(row)
         for first in failed:
             words[first] = -1  # what is drawn is thrown away
         return failed, single
@@ -166,10 +175,10 @@ def _call(function: Callable[[_Row], None], rows: SequenceOf[_Row]) -> None:
         function(row)
 
 
-def _write_alone(row: _Row, failed: dict[int, str]) -> None:
-    row.words[0] = 0
+def _write_alone(row: _Row, mask: np.ndarray, failed: dict[int, str]) -> None:
+    mask[:] = 0
     try:
-        row.constraint.write_mask(row.words[0])
+        row.constraint.write_mask(mask)
     except ConstraintError as raised:
         failed[row.first] = str(raised)
 
@@ -182,14 +191,14 @@ def _find_forced(row: _Row) -> None:
     row.sequence.forced_tokens = forced_tokens(row.sequence, row.constraint)
 
 
-def _write_ahead(row: _Row) -> None:
+def _write_ahead(row: _Row, words: np.ndarray) -> None:
     """The masks after a row's drafts, as far as they may be kept."""
-    masks = np.zeros((len(row.drafts), row.words.shape[1]), np.int32)
+    masks = np.zeros((len(row.drafts), words.shape[1]), np.int32)
     for place, can_end in enumerate(row.constraint.look_ahead(row.drafts, masks)):
         if can_end:
             allow(masks[place], row.sequence.stop_token_ids)
         if masks[place].any():  # else nothing may follow, which is told when the output comes there
-            row.words[place + 1] = masks[place]
+            words[row.first + place + 1] = masks[place]
 
 
 def allow(mask: np.ndarray, token_ids: Collection[int]) -> None:

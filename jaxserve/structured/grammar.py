@@ -27,18 +27,29 @@ class GrammarMasks:
 
     def write(self, states: Sequence[TokenConstraint], masks: np.ndarray, rows: Sequence[int]) -> dict[int, str]:
         own = cast("Sequence[GrammarState]", states)
-        asked = [(state._matcher, place) for place, state in enumerate(own) if not state._run]
-        written = np.zeros((len(own), self.vocabulary.num_words), np.int32)
-        for place, state in enumerate(own):
-            if state._run:
-                written[place, state._run[0] // 32] = _bit_of(state._run[0])
-        if asked:
-            self.vocabulary.executor.unsafe_compute_mask_ptr(asked, written.ctypes.data, 4 * written.shape[1], len(own))
-        written[:, self.vocabulary.end_id // 32] &= ~_bit_of(self.vocabulary.end_id)
-        shared = min(masks.shape[1], written.shape[1])
-        masks[rows, :shared] = written[:, :shared]
-        masks[rows, shared:] = 0
+        width = self.vocabulary.num_words
+        if masks.shape[1] == width and masks.flags.c_contiguous:
+            self._write(own, masks, rows)
+        else:
+            written = np.empty((len(own), width), np.int32)
+            self._write(own, written, range(len(own)))
+            shared = min(masks.shape[1], width)
+            masks[rows, :shared] = written[:, :shared]
+            masks[rows, shared:] = 0
         return {place: state._error() for place, state in enumerate(own) if state._matcher.is_error()}
+
+    def _write(self, states: Sequence[GrammarState], masks: np.ndarray, rows: Sequence[int]) -> None:
+        """Into masks that are as long as the vocabulary's."""
+        asked: list[tuple[llguidance.LLMatcher, int]] = []
+        for row, state in zip(rows, states, strict=True):
+            if state._run:
+                masks[row] = 0
+                masks[row, state._run[0] // 32] = _bit_of(state._run[0])
+            else:
+                asked.append((state._matcher, row))
+        if asked:
+            self.vocabulary.executor.unsafe_compute_mask_ptr(asked, masks.ctypes.data, 4 * masks.shape[1], len(masks))
+        masks[rows, self.vocabulary.end_id // 32] &= ~_bit_of(self.vocabulary.end_id)
 
 
 class CompiledGrammar:
