@@ -312,7 +312,8 @@ def decode_attention_mosaic_gpu(
     """
     batch, q_heads, head_dim = q.shape
     _, _, page_size, kv_heads, _ = k_pages.shape
-    config = choose_config(head_dim, q_heads // kv_heads, k_pages.dtype.itemsize) if config is None else config
+    if config is None:
+        config = choose_config(head_dim, q_heads // kv_heads, k_pages.dtype.itemsize, batch)
     problem = Problem(
         batch, kv_heads, q_heads // kv_heads, head_dim, page_size, q.dtype, k_pages.dtype,
         scale, window, softcap, k_scale is not None or v_scale is not None, config, interpret,

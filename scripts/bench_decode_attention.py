@@ -35,6 +35,7 @@ CACHE_BYTES = 400_000_000  # several times an H100's L2
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "separate_join": {"separate_join": True},
+    "one_worker": {"workers_per_sm": 1, "stages": 3},
     "two_stages": {"stages": 2},
     "four_stages": {"stages": 4},
     "block_128": {"block_kv": 128, "stages": 2},
@@ -76,11 +77,11 @@ def make_arrays(task: Task, arguments: argparse.Namespace) -> Arrays:
     )
 
 
-def choose_attention(variant: str, arguments: argparse.Namespace) -> Callable[..., jax.Array]:
+def choose_attention(variant: str, rows: int, arguments: argparse.Namespace) -> Callable[..., jax.Array]:
     if variant == "xla":
         return functools.partial(decode_attention, implementation="xla")
     itemsize = jnp.dtype(arguments.cache_dtype).itemsize
-    config: TuningConfig = choose_config(arguments.head_dim, arguments.q_heads // arguments.kv_heads, itemsize)
+    config: TuningConfig = choose_config(arguments.head_dim, arguments.q_heads // arguments.kv_heads, itemsize, rows)
     return functools.partial(decode_attention_mosaic_gpu, config=replace(config, **VARIANTS[variant]))
 
 
@@ -88,7 +89,7 @@ def compile_program(task: Task, arguments: argparse.Namespace) -> Any:
     """A program of CALLS calls, compiled."""
     shapes = jax.eval_shape(lambda: make_arrays(task, arguments))
     layers, scale = shapes.k_pages.shape[0], arguments.head_dim**-0.5
-    attend = choose_attention(task.variant, arguments)
+    attend = choose_attention(task.variant, task.batch, arguments)
 
     def run(queries: list[jax.Array], arrays: Arrays) -> list[jax.Array]:
         return [

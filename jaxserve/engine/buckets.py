@@ -131,6 +131,7 @@ def make_buckets(
     max_prefill_rows: int,
     *,
     few_programs: bool,
+    has_single_row: bool = True,
     num_speculative_tokens: int = 0,
 ) -> Buckets:
     """Powers of two up to each limit, and the limit itself: every size is a program that a start has to compile.
@@ -142,6 +143,8 @@ def make_buckets(
 
     Args:
         few_programs: coarser steps between sizes, where compiling takes longer than padding costs (a CPU).
+        has_single_row: a single sequence has a program of its own, which pays where products of one row have better kernels
+            than those of eight.
         num_speculative_tokens: drafts of a row at most; 0: the engine does not speculate.
     """
     lengths = draft_lengths(num_speculative_tokens, few_programs=few_programs)
@@ -156,7 +159,7 @@ def make_buckets(
     drafting_rows = _drafting_rows(decode_rows, max_num_batched_tokens, lengths)
     most_rows = max(max_num_seqs, max(mixed_decode_rows, default=0) + max_prefill_rows)
     return Buckets(
-        decode_rows=decode_rows,
+        decode_rows=decode_rows if has_single_row or few_programs else decode_rows[1:] or decode_rows,
         mixed_decode_rows=mixed_decode_rows,
         prefill_tokens=_merged(prefill_tokens, riding),
         prefill_rows=max_prefill_rows,

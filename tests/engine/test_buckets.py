@@ -161,6 +161,16 @@ def test_a_step_in_which_nobody_decodes_has_no_decode_rows_and_at_most_a_third_o
         assert bucket.prefill_tokens <= 1.5 * tokens
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_single_sequence_may_do_without_a_program_of_its_own(num_drafts: int) -> None:
+    options: dict[str, Any] = {"few_programs": False, "num_speculative_tokens": num_drafts}
+    with_one, without = (make_buckets(64, 2048, 16, **options, has_single_row=single) for single in (True, False))
+    assert without.decode_rows == with_one.decode_rows[1:]
+    assert without.for_batch(step(1, [])).decode_rows == 8
+    assert without.drafting_rows == with_one.drafting_rows  # each brings several tokens
+    assert make_buckets(1, 64, 1, **options, has_single_row=False).decode_rows == (1,)
+
+
 def test_few_programs_are_fewer() -> None:
     few = make_buckets(16, 256, 4, few_programs=True)
     many = make_buckets(16, 256, 4, few_programs=False)

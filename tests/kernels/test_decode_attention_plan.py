@@ -69,10 +69,17 @@ def test_next_row_skips_rows_without_work():
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("itemsize", [1, 2])
-def test_a_configuration_exists_for_every_supported_shape(head_dim: int, itemsize: int):
-    config = choose_config(head_dim, 8, itemsize)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_configuration_exists_for_every_supported_shape(rows: int, head_dim: int, itemsize: int):
+    config = choose_config(head_dim, 8, itemsize, rows)
     assert config.stages >= 2
     assert config.workers_per_sm * config.stages * 2 * config.block_kv * head_dim * itemsize <= 227 * 1024
+
+
+def test_many_rows_and_float8_caches_get_two_workers_a_processor_where_they_fit():
+    assert [choose_config(128, 4, 2, rows).workers_per_sm for rows in (1, 16, 32, 64)] == [1, 1, 2, 2]
+    assert choose_config(128, 4, 1, 1).workers_per_sm == 2
+    assert choose_config(256, 4, 2, 64).workers_per_sm == 1  # two stages of each do not fit
 
 
 def test_an_impossible_configuration_names_its_value():
