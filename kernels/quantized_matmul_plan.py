@@ -21,7 +21,9 @@ MAX_WARPGROUPS = 4  # that compute in a thread block: more would have too few re
 MIN_STAGES = 2
 GROUP_LENGTHS = (32, 64, 128)
 
-SPLITS = (1, 2, 4, 8)
+SPLITS = (1, 2, 3, 4, 5, 6, 7, 8)
+# Those that `choose_config` considers: no others have been measured.
+_CHOSEN_SPLITS = (1, 2, 4, 8)
 
 # What a thread block may take of a Hopper multiprocessor's shared memory; `choose_config` leaves a little for barriers.
 SHARED_BYTES = 227 * 1024
@@ -32,7 +34,9 @@ _MAX_STAGES = 16
 # Few rows are limited by how many warps hide each other's latencies: four, wherever the registers suffice.
 _UNITS_AND_TURNS = ((4, 1), (3, 1), (2, 2), (2, 1), (1, 4), (1, 3), (1, 2))
 # A Hopper card's, for `_expected_cycles`: all multiprocessors together...
-_MULTIPROCESSORS = 132
+# Clusters of so many thread blocks that run at once. A cluster stays in one of the processor's parts, which have 18, 16 or
+# 14 multiprocessors: by the times that they take, 24 clusters of 4 run at once, and neither do 32 nor 16 of 8.
+_CLUSTERS_AT_ONCE = {1: 132, 2: 66, 3: 42, 4: 30, 5: 22, 6: 18, 7: 16, 8: 14}
 _MEMORY_BYTES_PER_CYCLE = 2300
 _L2_BYTES_PER_CYCLE = 3200
 # ... and each of them, where 1 to 4 warpgroups compute; instructions are counted for each thread.
@@ -281,7 +285,9 @@ def choose_config(
     """Picks by shape alone, so that every start compiles the same program: the cut that should take the fewest cycles."""
     arguments = (form, rows, k, columns, group_length, is_swiglu, has_residual, jnp.dtype(out_dtype))
     best: tuple[float, TuningConfig] | None = None
-    for split, (units, turns), row_bytes in itertools.product(SPLITS, _UNITS_AND_TURNS, (ROW_BYTES, ROW_BYTES // 2)):
+    for split, (units, turns), row_bytes in itertools.product(
+        _CHOSEN_SPLITS, _UNITS_AND_TURNS, (ROW_BYTES, ROW_BYTES // 2)
+    ):
         tuning = TuningConfig(split, max(MIN_STAGES, turns), units, turns=turns, row_bytes=row_bytes)
         try:
             smallest = Problem(*arguments, tuning, None)
@@ -330,7 +336,7 @@ def _most_stages(problem: Problem) -> int:
 def _expected_cycles(problem: Problem) -> float:
     """Of a kernel, without what all cuts have in common."""
     blocks = problem.columns // problem.block_columns * problem.split
-    rounds = -(-blocks // _MULTIPROCESSORS)
+    rounds = -(-blocks // (problem.split * _CLUSTERS_AT_ONCE[problem.split]))
     weights = problem.block_columns * problem.parts * problem.k // problem.split  # of a block
     weight_bytes = weights * ROW_BYTES // block_k(problem.form)
     x_bytes = problem.padded_rows * problem.k // problem.split * jnp.dtype(X_DTYPES[problem.form]).itemsize

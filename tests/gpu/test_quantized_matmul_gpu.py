@@ -13,7 +13,7 @@ import pytest
 from jaxserve.kernels.int4 import pack_int4
 from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
 from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
-from jaxserve.kernels.quantized_matmul_plan import TuningConfig
+from jaxserve.kernels.quantized_matmul_plan import SPLITS, TuningConfig
 from tests.kernels.quantized_matmul_cases import (
     CASES,
     FORMATS,
@@ -107,6 +107,18 @@ def test_hopper_kernel_under_every_tuning(form: str, config: TuningConfig, rows:
     case = tuned_case(form, rows, is_swiglu)
     first = check(case, TOLERANCE, function=tuned(case, config))
     np.testing.assert_array_equal(check(case, TOLERANCE, function=tuned(case, config)), first)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("rows", [9, 64])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_hopper_kernel_cuts_k_into_every_number_of_parts(form: str, split: int, rows: int) -> None:
+    options, k = dict(FORMATS[form]), 512 * split
+    if "groups" in options:
+        options["groups"] = k // options["groups"]
+    case = Case(rows=rows, k=k, columns=512, has_residual=True, **options)
+    check(case, TOLERANCE, function=tuned(case, TuningConfig(split, 2, units=4)))
 
 
 @pytest.mark.usefixtures("hopper")

@@ -167,6 +167,10 @@ INTERPRETED = {
         Case("int8", rows=4, columns=64, out_dtype=jnp.float32, has_residual=True),
         TuningConfig(2, 2),
     ),
+    "int8, three blocks for two runs of rows": (
+        Case("int8", rows=9, k=384, columns=64),
+        TuningConfig(3, 2),
+    ),
     "int4, groups of 128, in turns": (
         Case("int4", rows=8, k=2048, groups=16, columns=64),
         TuningConfig(1, 6, turns=2),
@@ -272,6 +276,15 @@ ENTRY %main (x: bf16[2,16], weights: u8[4,8]) -> bf16[2,4] {
     assert opcodes_that_read(program, "bf16") == ["custom-call"]
 
 
+@pytest.mark.parametrize("form", ["float8", "float8-wide", "int8", "int4"])
+def test_tunings_that_are_chosen_run_in_one_go_where_they_can(form: Any) -> None:
+    """Clusters of 4 or 8 blocks find no room on all multiprocessors: with as many blocks as these, some would run alone."""
+    for rows, k, columns in ((16, 14336, 4096), (64, 14336, 4096), (64, 4096, 6144), (64, 4096, 4096)):
+        config = choose_config(form, rows, k, columns, is_swiglu=False)
+        clusters = columns // (config.units * config.tiles * 64)
+        assert config.split < 4 or clusters * config.split < 124, config
+
+
 def test_a_cut_is_told_to_fit_up_to_the_last_stage_that_does() -> None:
     """What the compiler counted for cuts that it refused on a card: 249968 bytes, and 250968 with scales of groups."""
     options: dict[str, Any] = {"is_swiglu": True}
@@ -299,7 +312,7 @@ def test_a_product_is_never_in_flight_when_its_own_registers_are_widened_into_ag
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"split": 3}, "split=3 must be one of"),
+        ({"split": 9}, "split=9 must be one of"),
         ({"stages": 1}, "stages=1 must be at least 2"),
         ({"tiles": 3}, "tiles=3 1 or 2"),
         ({"turns": 2, "stages": 3}, "stages=3 must be a multiple of .*turns=2"),
