@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,13 @@ from jaxserve.config import ModelConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.replicas import ReplicatedEngine
 from jaxserve.models.kv_cache import kv_bytes_per_token
+from jaxserve.models.param_spec import ParamSpec
+from jaxserve.models.params import param_specs
 
 KeyT = TypeVar("KeyT")
 
 _LONGEST_OUTPUT = 4000
+_WEIGHTS_OF = {"qkv": ("wqkv",), "output": ("wo",), "mlp": ("w_gate_up", "w_down")}  # by paragraph, in each layer
 
 # The named scopes of a forward pass, innermost last where one lies in another.
 SCOPES = (
@@ -178,19 +181,33 @@ def scope_of(origin: str, kernel: str) -> str:
 
 
 def scope_floors(
-    config: ModelConfig, dtype: jnp.dtype, ceiling: Ceiling, *, batch: int, context: float, num_devices: int
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    ceiling: Ceiling,
+    *,
+    batch: int,
+    context: float,
+    num_devices: int,
+    cache_dtype: jnp.dtype | None = None,
 ) -> dict[str, float]:
-    """Seconds that each paragraph of one step takes at least, for the weights and pages that it reads."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    layer = {
-        "qkv": hidden * (config.num_heads + 2 * config.num_kv_heads) * head_dim,
-        "output": config.num_heads * head_dim * hidden,
-        "mlp": 3 * hidden * config.intermediate_size,
-    }
-    floors = {name: config.num_layers * count * dtype.itemsize / ceiling.bandwidth for name, count in layer.items()}
-    floors["lm_head"] = hidden * config.vocab_size * dtype.itemsize / ceiling.bandwidth
-    floors["attention"] = batch * context * kv_bytes_per_token(config, dtype) / ceiling.bandwidth
-    return {name: seconds / num_devices for name, seconds in floors.items()}
+    """Seconds that each paragraph of one step takes at least, for the weights and pages that it reads.
+
+    Args:
+        cache_dtype: of the KV cache; None: `dtype`.
+    """
+    specs = param_specs(config)
+    read = {name: sum(_num_bytes(getattr(layer, array), dtype) for layer in specs.layers for array in arrays)
+            for name, arrays in _WEIGHTS_OF.items()}  # fmt: skip
+    read["lm_head"] = config.hidden_size * config.vocab_size * dtype.itemsize
+    read["attention"] = batch * context * kv_bytes_per_token(config, dtype if cache_dtype is None else cache_dtype)
+    return {name: num_bytes / (ceiling.bandwidth * num_devices) for name, num_bytes in read.items()}
+
+
+def _num_bytes(weight: Any, dtype: jnp.dtype) -> int:
+    """Of a declared weight, quantized or not."""
+    return sum(
+        spec.num_bytes(dtype) for spec in jax.tree.leaves(weight, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    )
 
 
 def format_window(window: Window, floors: dict[str, float], *, most: int) -> str:

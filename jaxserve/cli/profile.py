@@ -38,6 +38,7 @@ def profile(
 
         from jaxserve.bench.engine_run import ceiling_of, devices_of, engine_config, start_engine
         from jaxserve.bench.profile import format_window, profile_decode, scope_floors
+        from jaxserve.engine.build import resolve_cache_dtype
 
         settings = {
             "tensor_parallel_size": tensor_parallel_size, "quantization": quantization,
@@ -50,6 +51,7 @@ def profile(
             floors = scope_floors(
                 engine.model_config, jnp.dtype(engine.config.dtype), ceiling_of(engine), batch=concurrency,
                 context=window.context, num_devices=devices_of(engine.config),
+                cache_dtype=resolve_cache_dtype(engine.config, jnp.dtype(engine.config.dtype)),
             )  # fmt: skip
         finally:
             engine.shutdown()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +134,17 @@ def test_the_floors_of_the_paragraphs_sum_to_that_of_the_step() -> None:
     config = preset_config("llama-3-8b")
     floors = scope_floors(config, BFLOAT16, CEILING, batch=8, context=400, num_devices=1)
     assert sum(floors.values()) == pytest.approx((15.01e9 + 8 * 400 * 131072) / 1e12, rel=1e-3)
+
+
+def test_the_floors_know_what_is_quantized() -> None:
+    dense = preset_config("llama-3-8b")
+    config = replace(dense, quantization=QuantizationConfig.named("fp8"))
+    settings: dict[str, Any] = {"batch": 8, "context": 400, "num_devices": 1}
+    wide = scope_floors(dense, BFLOAT16, CEILING, **settings)
+    narrow = scope_floors(config, BFLOAT16, CEILING, **settings, cache_dtype=jnp.dtype(jnp.float8_e4m3fn))
+    for name in ("qkv", "output", "mlp", "attention"):
+        assert narrow[name] == pytest.approx(wide[name] / 2, rel=2e-3), name  # and scales
+    assert narrow["lm_head"] == wide["lm_head"]
 
 
 def test_a_decode_window_of_a_running_engine_is_traced(tmp_path: Path) -> None:
