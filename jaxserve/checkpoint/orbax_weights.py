@@ -29,7 +29,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, ParamSpec, param_specs
 
 PIECES_AT_ONCE = 4  # that are read while others are copied to the devices; each takes memory of the host meanwhile
-PIECES_AHEAD = 8  # whose files are read before they are asked for
+PIECES_AHEAD = 8  # those and the next ones, whose files the system reads before they are asked for
 _BYTES_AT_ONCE = 1 << 25  # that are written of a piece
 
 Specs = Mapping[str, ParamSpec]  # of a piece's arrays, by name
@@ -87,7 +87,7 @@ def restore_weights(
         shardings: a `LlamaParams` of `jax.sharding.Sharding`s; None: everything on the first device.
         advance: is told the bytes of the arrays that were read.
         pieces_at_once: each of which takes its size of the host's memory.
-        pieces_ahead: whose files the system reads into its cache meanwhile.
+        pieces_ahead: whose files the system reads into its cache, counted from the first that is not done; 0: none.
 
     Raises:
         CheckpointError: if a file is missing or damaged, or the arrays do not fit the config.
