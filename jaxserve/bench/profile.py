@@ -196,7 +196,7 @@ def scope_floors(
         cache_dtype: of the KV cache; None: `dtype`.
     """
     specs = param_specs(config)
-    read = {name: sum(_num_bytes(getattr(layer, array), dtype) for layer in specs.layers for array in arrays)
+    read: dict[str, float] = {name: sum(_num_bytes(getattr(layer, array), dtype) for layer in specs.layers for array in arrays)
             for name, arrays in _WEIGHTS_OF.items()}  # fmt: skip
     read["lm_head"] = config.hidden_size * config.vocab_size * dtype.itemsize
     read["attention"] = batch * context * kv_bytes_per_token(config, dtype if cache_dtype is None else cache_dtype)
