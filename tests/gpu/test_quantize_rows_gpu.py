@@ -24,7 +24,7 @@ def wide(rows: Float8Rows) -> np.ndarray:
 
 
 def make_rows(rows: int, size: int) -> jax.Array:
-    x = jax.random.normal(jax.random.key(rows), (rows, size)) * jnp.exp(jnp.arange(rows) % 7 - 3.0)[:, None]
+    x = jax.random.normal(jax.random.key(rows), (rows, size)) * jnp.exp(jnp.arange(rows, dtype=jnp.float32) % 7 - 3)[:, None]
     return (x if rows == 1 else x.at[rows // 2].set(0.0)).astype(jnp.bfloat16)
 
 
@@ -72,7 +72,7 @@ def test_the_sum_over_devices_takes_and_gives_float8() -> None:
     x, _, weight = make_problem(ranks, rows, size)
     values = jax.random.normal(jax.random.key(2), (size, k)).astype(jnp.float8_e4m3fn)
     scales = jax.random.uniform(jax.random.key(3), (size,), jnp.float32, 0.01, 0.1)
-    rounded = [quantize_rows(make_rows(rows, k) * (rank + 1)) for rank in range(ranks)]
+    rounded = [quantize_rows(make_rows(rows, k) * jnp.bfloat16(rank + 1)) for rank in range(ranks)]
     products = [float8_product_unscaled(part, values, scales) for part in rounded]
     layout = PeerLayout(ranks, 16, 4 * size)
     memory = jax.block_until_ready(jnp.tile(empty_memory(layout)[None], (ranks, 1)))
