@@ -112,7 +112,7 @@ def fp8_bf16_result(x: jax.Array, w: Weights) -> jax.Array:
 
 
 def fp8_precise(x: jax.Array, w: Weights) -> jax.Array:
-    """As the op, but cuBLASLt adds sums of 128 products in float32, where fast accumulation keeps all in 14 bits."""
+    """As the op, but without cuBLASLt's fast accumulation, which keeps whole sums in 14 bits."""
     rows, factors = quantize_rows(jnp.pad(x, ((0, -x.shape[0] % 16), (0, 0))), None)
     contracted = (((1,), (1,)), ((), ()))
     product = lax.dot_general(

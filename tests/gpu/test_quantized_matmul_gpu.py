@@ -111,14 +111,31 @@ def test_hopper_kernel_under_every_tuning(form: str, config: TuningConfig, rows:
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("rows", [9, 64])
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", [split for split in SPLITS if split & (split - 1)])
 @pytest.mark.parametrize("form", FORMATS)
-def test_hopper_kernel_cuts_k_into_every_number_of_parts(form: str, split: int, rows: int) -> None:
+def test_hopper_kernel_cuts_k_into_any_number_of_parts(form: str, split: int, rows: int) -> None:
     options, k = dict(FORMATS[form]), 512 * split
     if "groups" in options:
         options["groups"] = k // options["groups"]
     case = Case(rows=rows, k=k, columns=512, has_residual=True, **options)
     check(case, TOLERANCE, function=tuned(case, TuningConfig(split, 2, units=4)))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("rows", [3, 64])
+@pytest.mark.parametrize("k", [1280, 640, 128])
+@pytest.mark.parametrize("form", FORMATS)
+def test_hopper_kernel_at_sizes_that_few_cuts_go_into(form: str, k: int, rows: int) -> None:
+    """An odd number of tiles: then those of halves of the rows are left."""
+    options = dict(FORMATS[form])
+    if "groups" in options:
+        k *= 2
+        options["groups"] = k // options["groups"]
+    for case in (
+        Case(rows=rows, k=k, columns=320, **options),
+        Case(rows=rows, k=k, columns=64, is_swiglu=True, **options),
+    ):
+        check(case, TOLERANCE, implementation="mosaic_gpu")
 
 
 @pytest.mark.usefixtures("hopper")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,14 @@ import pytest
 from jaxserve.kernels.int4 import pack_int4, unpack_int4
 from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
 from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
-from jaxserve.kernels.quantized_matmul_plan import Problem, TuningConfig, choose_config, misfit, unsupported_reason
+from jaxserve.kernels.quantized_matmul_plan import (
+    Problem,
+    TuningConfig,
+    block_k,
+    choose_config,
+    misfit,
+    unsupported_reason,
+)
 from jaxserve.kernels.quantized_matmul_xla import quantize_rows
 from tests.kernels.quantized_matmul_cases import (
     CASES,
@@ -128,6 +136,7 @@ LONG = (
     "float8, both, powers of two, split",
     "float8, both, swiglu",
     "float8 weights, residual",
+    "float8 weights, swiglu, split finer than rows",
     "int8, four units, many rows",
     "int8, gate and up in turns",
     "int4, groups of 64, swiglu",
@@ -274,6 +283,17 @@ ENTRY %main (x: bf16[2,16], weights: u8[4,8]) -> bf16[2,4] {
     fused = program.replace("custom-call(%x, %bitcast.1)", "fusion(%weights, %x)")
     assert opcodes_that_read(fused, "u8") == ["fusion"]
     assert opcodes_that_read(program, "bf16") == ["custom-call"]
+
+
+@pytest.mark.parametrize("columns", [64, 320])
+@pytest.mark.parametrize("tiles_of_k", [1, 3, 5, 23])
+@pytest.mark.parametrize("form", ["float8", "float8-wide", "int8", "int4"])
+def test_every_shape_that_is_covered_has_a_cut(form: Any, tiles_of_k: int, columns: int) -> None:
+    k = tiles_of_k * block_k(form)
+    for is_swiglu, rows in itertools.product((False, True), (1, 64)):
+        options: dict[str, Any] = {"is_swiglu": is_swiglu, "group_length": 32, "out_dtype": jnp.float32}
+        config = choose_config(form, rows, k, columns, **options)
+        assert misfit(form, rows, k, columns, config, **options) is None
 
 
 @pytest.mark.parametrize("form", ["float8", "float8-wide", "int8", "int4"])
