@@ -13,7 +13,7 @@ from jaxserve.progress import NoProgress
 from tests.checkpoint.files import write_gguf
 from tests.tiny_model import SPECIAL_TOKENS, TINY_CONFIG, random_weights, write_tiny_llama
 
-ONE_LAYER = {"num_hidden_layers": 1}
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
 FROM_CONFIG, FROM_GENERATION, FROM_TOKENIZER = 256, 257, 258
 LETTER = 87  # "W" here, "x" there
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +37,7 @@ from jaxserve.progress import Progress
 logger = logging.getLogger(__name__)
 
 _ROOM_FOR_THE_REST = 16 << 20  # bytes: the tokenizer, the manifest, what the store notes of itself
+_HASHED_AT_ONCE = 4  # files: one thread takes longer for it than most disks do to read them
 _PACKAGES = ("jaxserve", "jax", "orbax-checkpoint", "numpy", "gguf", "safetensors", "tokenizers")
 
 
@@ -102,8 +104,12 @@ def convert(
         config = model.assembler.config if step is None else step.config(model.assembler.config)
         if not resume:  # when it is known what is left, it is asked again
             _require_space(model, config, piece_names(config), destination)
-        with progress.task("Checking files", sum(path.stat().st_size for path in model.files), "B") as advance:
-            hashes = {path.name: sha256_of_file(path, advance) for path in model.files}
+        with (
+            progress.task("Checking files", sum(path.stat().st_size for path in model.files), "B") as advance,
+            ThreadPoolExecutor(_HASHED_AT_ONCE) as threads,
+        ):
+            digests = list(threads.map(lambda path: sha256_of_file(path, advance), model.files))
+        hashes = {path.name: digest for path, digest in zip(model.files, digests, strict=True)}
         quantization = "none" if step is None else step.name
         origin = {"format": FORMAT_VERSION, "files": hashes, "dtype": dtype, "quantization": quantization}
         with unfinished_folder(destination, origin, resume=resume) as folder:

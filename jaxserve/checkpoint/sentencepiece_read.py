@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from jaxserve.checkpoint.added_tokens import added_tokens
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tokenizer_build import PrefixSpace, sentencepiece_tokenizer
-from jaxserve.checkpoint.tokenizer_files import error_line
+from jaxserve.checkpoint.tokenizer_files import error_line, read_bytes
 
 
 def read_sentencepiece(path: Path, config: Mapping[str, Any] | None) -> str:
@@ -20,8 +20,8 @@ def read_sentencepiece(path: Path, config: Mapping[str, Any] | None) -> str:
     settings = {} if config is None else config
     model = sentencepiece_model.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        model.ParseFromString(path.read_bytes())
-    except (OSError, DecodeError) as error:
+        model.ParseFromString(read_bytes(path))
+    except DecodeError as error:
         raise CheckpointError(f"{path} is no SentencePiece model ({error_line(error)}): fetch it again") from error
     if model.trainer_spec.model_type != model.trainer_spec.BPE:
         raise CheckpointError(f"{path}: SentencePiece models other than BPE are not supported: use a tokenizer.json")

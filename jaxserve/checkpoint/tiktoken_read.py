@@ -14,7 +14,7 @@ import tokenizers
 from jaxserve.checkpoint.added_tokens import added_tokens
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tokenizer_build import BYTE_LEVEL_RULES, PieceKind, byte_level_tokenizer
-from jaxserve.checkpoint.tokenizer_files import error_line
+from jaxserve.checkpoint.tokenizer_files import error_line, read_bytes
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 END_OF_MESSAGE, END_OF_TURN = "<|eom_id|>", "<|eot_id|>"
@@ -76,7 +76,7 @@ def read_tiktoken(path: Path, config: Mapping[str, Any]) -> str:
 def _read_ranks(path: Path) -> list[bytes]:
     """The tokens, in the order of their ranks."""
     tokens: list[bytes] = []
-    for number, line in enumerate(path.read_bytes().splitlines()):
+    for number, line in enumerate(read_bytes(path).splitlines()):
         if not line:
             continue
         try:

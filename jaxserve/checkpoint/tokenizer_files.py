@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from jaxserve.checkpoint.errors import CheckpointError
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "jaxserve_tokenizer.json"
+_LARGEST_FILE = 1 << 28  # bytes of a config or tokenizer; the largest vocabularies take some 30 MB
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,22 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file's text; any fault is a `CheckpointError` that names the file."""
+    """A UTF-8 file's text, with "\\n" at the end of lines; any fault is a `CheckpointError` that names the file."""
+    content = read_bytes(path)
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"cannot read {path}: {error_line(error)}") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """A small file's content; any fault, or a size that no such file has, is a `CheckpointError` that names the file."""
+    try:
+        size = path.stat().st_size
+        if size > _LARGEST_FILE:  # it may take no room on the disk and all of the memory
+            raise CheckpointError(f"{path} has {size} bytes, and at most {_LARGEST_FILE} are read of such a file")
+        return path.read_bytes()
+    except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error_line(error)}") from error
 
 

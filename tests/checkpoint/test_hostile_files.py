@@ -152,6 +152,16 @@ def test_what_is_no_plain_file_is_not_opened(folder: Path, name: str, kind: str)
     assert_refused(folder, f"refuses {name}: it is no plain file")
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"])
+def test_a_file_of_holes_is_not_read(folder: Path, name: str) -> None:
+    if name == "tokenizer.model":
+        (folder / "tokenizer.json").unlink()
+        (folder / name).write_bytes(b"QQ== 0\n")  # as tiktoken's begin
+    with (folder / name).open("ab") as file:
+        file.truncate(2**40)
+    assert_refused(folder, f"{name} has {2**40} bytes, and at most")
+
+
 def test_gguf_cut_anywhere(gguf_file: Path) -> None:
     content = gguf_file.read_bytes()
     for cut in cuts(content, content.index(b"token_embd.weight"), seed=2):

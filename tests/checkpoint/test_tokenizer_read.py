@@ -293,6 +293,13 @@ def test_where_the_chat_template_comes_from(tmp_path: Path, entry: Any, file: st
     assert files.settings.chat_template == expected
 
 
+def test_ends_of_lines_of_a_template_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "source")
+    (folder / "chat_template.jinja").write_bytes(b"{{ messages }}\r\nthen\rmore\n")
+    files = read_hf_tokenizer(folder)
+    assert files is not None and files.settings.chat_template == "{{ messages }}\nthen\nmore\n"
+
+
 @pytest.mark.parametrize("form", ["huggingface", "gguf"])
 def test_template_stops_and_special_tokens_travel_with_a_converted_checkpoint(tmp_path: Path, form: str) -> None:
     if form == "huggingface":

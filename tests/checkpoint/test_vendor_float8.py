@@ -131,8 +131,8 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str, values: np.n
 @pytest.mark.parametrize("name", ["self_attn.k_proj.input_scale", "self_attn.k_proj.k_scale"])
 def test_scales_that_nothing_can_be_divided_by(tmp_path: Path, name: str, scale: float) -> None:
     form = FP8_STATIC if "input" in name else compressed_tensors("channel", PER_TOKEN, kv_cache_scheme=PER_TENSOR)
-    options = {"per_channel": "input" not in name, "inputs": "input" in name, "keys": "input" not in name}
-    source = write_float8(tmp_path / "model", form, **options)
+    of_input = "input" in name
+    source = write_float8(tmp_path / "model", form, per_channel=not of_input, inputs=of_input, keys=not of_input)
     tensors = tensors_of(source)
     assert f"model.layers.1.{name}" in tensors
     save_file(tensors | {f"model.layers.1.{name}": np.asarray([scale], np.float32)}, source / "model.safetensors")
