@@ -12,12 +12,12 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from jaxserve.bench.chart_labels import LabelledCurve, label_curves
 from jaxserve.bench.results import Point, Series
-from jaxserve.bench.verdict import load_words
 
 COLOURS = (
     "#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f", "#854d0e", "#475569", "#ec4899",
 )  # fmt: skip
 MARKERS = "osD^vPX*<"  # of another number than colours, so that two curves share both only after 99
+_FEWEST_SNAPSHOTS = 4
 FLOOR_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "alpha": 0.6}
 INK = "#374151"
 
@@ -142,9 +142,14 @@ def utilization(series: Sequence[Series]) -> Figure | None:
     return figure
 
 
+def has_timeline(point: Point) -> bool:
+    """Whether a load took long enough for a curve over its time."""
+    return len(point.timeline) >= _FEWEST_SNAPSHOTS
+
+
 def timeline(part: Series) -> Figure | None:
     """What the engine did during the busiest load: batch size, tokens of a step, pages in use, and how long steps took."""
-    points = [point for point in part.points if len(point.timeline) > 1]
+    points = [point for point in part.points if has_timeline(point)]
     if not points:
         return None
     point = max(points, key=lambda point: point.summary.mean_running)
@@ -176,7 +181,7 @@ def timeline(part: Series) -> Figure | None:
         axes.set_xlim(0, seconds[-1])
         finish(axes, None, legend=False)
     figure.align_ylabels()
-    top.set_title(f"{part.name}, {load_words(point.summary)}", fontsize=10, color=INK, loc="left")
+    top.set_title(f"{part.name}, {point.summary.load.words}", fontsize=10, color=INK, loc="left")
     top.legend(fontsize=8, frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
     return figure
 

@@ -16,6 +16,7 @@ from jaxserve.bench.charts import (
     draw_prompt_floor,
     draw_step_floor,
     finish,
+    has_timeline,
     legend_below,
     line_style,
     load_axis,
@@ -145,15 +146,15 @@ def batching(series: Sequence[Series]) -> Figure | None:
     kind = max(("rate", "concurrency", "trace"), key=lambda kind: len(static.of_kind(kind)))
     figure, [left, middle, right] = new_figure(3)
     pairs = ((continuous, "continuous"), (static, "static"))
+    shared = set.intersection(*({p.summary.load for p in part.of_kind(kind) if has_timeline(p)} for part, _ in pairs))
+    busiest = max(shared, key=lambda load: load.value, default=None)
     for number, (part, label) in enumerate(pairs):
         summaries = [point.summary for point in part.of_kind(kind)]
         loads = [summary.load.value for summary in summaries]
         style = line_style(number)
         left.plot(loads, [summary.output_tokens_per_second for summary in summaries], label=label, **style)
         middle.plot(loads, [summary.ttft_ms["p90"] / 1e3 for summary in summaries], label=label, **style)
-        with_timeline = [point for point in part.of_kind(kind) if len(point.timeline) > 1]
-        if with_timeline:
-            snapshots = with_timeline[-1].timeline
+        for snapshots in (point.timeline for point in part.of_kind(kind) if point.summary.load == busiest):
             right.step([each.time for each in snapshots], [each.num_running for each in snapshots], where="post",
                        color=COLOURS[number], label=label, linewidth=1.5)  # fmt: skip
     draw_prompt_floor(middle, continuous, kind, COLOURS[0], unit_ms=1e3)
@@ -163,7 +164,7 @@ def batching(series: Sequence[Series]) -> Figure | None:
     left.set_ylabel("output tokens a second")
     middle.set_ylabel("time to first token, 90th percentile (s)")
     right.set_ylabel("requests that run")
-    right.set_xlabel("seconds since the start, highest load")
+    right.set_xlabel(f"seconds since the start, {'no load lasted long enough' if busiest is None else busiest.words}")
     for axes in (left, middle, right):
         axes.set_ylim(bottom=0)
     finish(left, "Throughput (dashed: the floor's)" if has_limit else "Throughput (the floor's is out of view)")

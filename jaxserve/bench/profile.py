@@ -196,8 +196,10 @@ def scope_floors(
         cache_dtype: of the KV cache; None: `dtype`.
     """
     specs = param_specs(config)
-    read: dict[str, float] = {name: sum(_num_bytes(getattr(layer, array), dtype) for layer in specs.layers for array in arrays)
-            for name, arrays in _WEIGHTS_OF.items()}  # fmt: skip
+    read: dict[str, float] = {
+        name: sum(_num_bytes(getattr(layer, array), dtype) for layer in specs.layers for array in arrays)
+        for name, arrays in _WEIGHTS_OF.items()
+    }
     read["lm_head"] = config.hidden_size * config.vocab_size * dtype.itemsize
     read["attention"] = batch * context * kv_bytes_per_token(config, dtype if cache_dtype is None else cache_dtype)
     return {name: num_bytes / (ceiling.bandwidth * num_devices) for name, num_bytes in read.items()}

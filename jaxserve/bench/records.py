@@ -35,6 +35,14 @@ class Load:
         return f"{self.value:g}/s" if self.kind == "rate" else f"trace x{self.value:g}"
 
     @property
+    def words(self) -> str:
+        if self.kind == "concurrency":
+            return f"with {self.value:g} request{'s' if self.value != 1 else ''} in flight"
+        if self.kind == "rate":
+            return f"at {self.value:g} request{'s' if self.value != 1 else ''} a second"
+        return f"on the trace at {self.value:g} times its speed"
+
+    @property
     def file_name(self) -> str:
         return f"{self.kind}-{self.value:g}"
 

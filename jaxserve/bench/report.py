@@ -58,13 +58,26 @@ def build_report(folder: Path, *, title: str, slo_tpot_ms: float | None) -> str:
     Raises:
         ValueError: there is no finished run in the folder.
     """
-    series = sorted(find_series(folder), key=lambda part: (part.environment.get("transport") == "http", part.folder))
+    series = sorted(find_series(folder), key=_order)
     words = "" if slo_tpot_ms is None else verdict(series, slo_tpot_ms)
     drawn = draw_charts(series, folder / "charts")
     data = [{**part.environment, "summaries": [point.summary.to_json() for point in part.points]} for part in series]
     (folder / "summary.json").write_text(json.dumps({"verdict": words, "runs": data}, indent=1))
     (folder / "report.html").write_text(_page(title, series, words, drawn), encoding="utf-8")
     return words
+
+
+def _order(part: Series) -> tuple[object, ...]:
+    """Engines before competitors, few devices before many, plain decoding before what changes it."""
+    return (
+        part.environment.get("transport") == "http",
+        str(part.environment.get("model")),
+        int(part.setting("tensor_parallel_size", 1)),
+        int(part.setting("data_parallel_size", 1)),
+        part.setting("speculative_config") is not None,
+        bool(part.setting("static_batching")),
+        part.name,
+    )
 
 
 def draw_charts(series: Sequence[Series], folder: Path) -> list[tuple[str, str]]:

@@ -25,24 +25,17 @@ class Candidate:
         return self.summary.output_tokens_per_second / self.series.num_devices
 
     def __str__(self) -> str:
-        return f"{self.series.name} {load_words(self.summary)}"
-
-
-def load_words(summary: Summary) -> str:
-    load = summary.load
-    if load.kind == "concurrency":
-        return f"with {load.value:g} request{'s' if load.value != 1 else ''} in flight"
-    return (
-        f"at {load.value:g} requests a second"
-        if load.kind == "rate"
-        else f"on the trace at {load.value:g} times its speed"
-    )
+        return f"{self.series.name} {self.summary.load.words}"
 
 
 def verdict(series: Sequence[Series], slo_tpot_ms: float) -> str:
     """The best point under the goal (mean TPOT), by output tokens a second for each device, and the next configuration."""
+    # Static batching is there to be looked at: its tokens come fast since nobody is let in, and who waits is not asked.
     candidates = [
-        Candidate(part, point.summary) for part in series for point in part.points if point.summary.tpot_ms["mean"]
+        Candidate(part, point.summary)
+        for part in series
+        for point in part.points
+        if point.summary.tpot_ms["mean"] and not part.setting("static_batching")
     ]
     if not candidates:
         return "Nothing was measured."

@@ -182,6 +182,13 @@ def test_a_goal_that_nobody_meets_is_told_with_the_fastest(tmp_path: Path) -> No
     )
 
 
+def test_static_batching_is_no_configuration_to_choose(tmp_path: Path) -> None:
+    plain = series_of(tmp_path, "TP1", tpot_ms=5.0)
+    static = series_of(tmp_path, "TP1 static", tpot_ms=1.0, settings={"static_batching": True})
+    assert "best configuration is TP1 with" in verdict([static, plain], 20.0)
+    assert verdict([static], 20.0) == "Nothing was measured."
+
+
 def test_the_others_are_named_where_only_one_meets_the_goal(tmp_path: Path) -> None:
     both = [series_of(tmp_path, "TP1", tpot_ms=9.0), series_of(tmp_path, "TP2", tpot_ms=3.0)]
     assert verdict(both, 5.0).endswith("None of the others meets it: TP1.")
@@ -260,6 +267,27 @@ def test_the_report_is_one_file_that_needs_nothing_else(reported: Path) -> None:
     assert len(ids) == len(set(ids)), "two charts share an id: one would be drawn with the other's shapes"
     data = json.loads((reported / "summary.json").read_text())
     assert len(data["runs"]) == 6 and data["verdict"].startswith("Under a goal of 8 ms")
+
+
+def test_configurations_stand_in_order_whatever_their_folders_are_called(reported: Path) -> None:
+    data = json.loads((reported / "summary.json").read_text())
+    names = [run["name"] for run in data["runs"]]
+    assert names == ["TP1", "TP1 static", "TP1 speculation", "TP2", "TP4", "127.0.0.1:8001"]
+
+
+def test_batch_sizes_over_time_are_those_of_one_load(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from jaxserve.bench.charts_choices import batching
+
+    for name, settings in (("TP1", {}), ("TP1 static", {"static_batching": True})):
+        write_run(tmp_path, name, settings=settings)
+    plain, static = find_series(tmp_path)
+    short = [replace(each, timeline=each.timeline[:2]) if each is static.points[-1] else each for each in static.points]
+    figure = batching([plain, replace(static, points=short)])
+    assert figure is not None
+    sizes = figure.axes[2]
+    assert sizes.get_xlabel() == "seconds since the start, with 30 requests in flight"
+    assert [max(line.get_ydata()) for line in sizes.lines] == [30, 30]
 
 
 def test_the_same_figures_give_the_same_charts(tmp_path: Path) -> None:
