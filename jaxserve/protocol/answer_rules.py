@@ -11,7 +11,7 @@ from jaxserve.protocol.requests import ChatCompletionRequest, GenerationRequest
 from jaxserve.protocol.tools import NamedToolChoice, Tool, ToolChoice, ToolUse
 from jaxserve.structured.compiler import Compiler, GrammarCompiler
 from jaxserve.structured.errors import GrammarError
-from jaxserve.structured.grammar_source import Grammar
+from jaxserve.structured.grammar_source import MAX_GRAMMAR_LENGTH, Grammar
 from jaxserve.structured.tool_grammar import CallShape, tool_call_grammar
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
@@ -94,8 +94,8 @@ class AnswerRules:
             return await self._constraint(request, use)
         except (QueueFullError, EngineStoppedError) as error:
             raise from_engine_error(error) from error
-        except GrammarError as error:  # it cannot even be written down
-            raise BadRequestError(str(error), code="invalid_grammar") from error
+        except GrammarError as error:  # it cannot even be written down, or is too much altogether
+            raise BadRequestError(str(error), param=error.path or None, code="invalid_grammar") from error
 
     def shown_ids(self, request: GenerationRequest, use: ToolUse | None) -> frozenset[int]:
         """Control tokens that belong to the answer's text: those that its calls or tags are marked with.
@@ -152,7 +152,7 @@ class AnswerRules:
             await compile_wanted(self._grammars, *answer)  # what is wrong with the schema alone is told by its name
         grammar = tool_call_grammar(
             kind,
-            [await self._shape(tool, use, place) for place, tool in enumerate(use.tools)],
+            await self._shapes(use),
             must_call=must_call,
             several=use.several,
             mistral_begin_id=self._mistral_begin,
@@ -160,16 +160,39 @@ class AnswerRules:
         )
         return await compile_wanted(self._grammars, grammar, "tools")
 
-    async def _shape(self, tool: Tool, use: ToolUse, place: int) -> CallShape:
-        """What the arguments are held to: the tool's schema, or any object where that cannot be enforced and need not."""
-        function = tool.function
-        grammar = Grammar.of_schema({"type": "object", **(function.parameters or {})})
-        if function.strict:
-            param = "tools" if use.choice == "named" else f"tools[{place}]"
-            await compile_wanted(self._grammars, grammar, f"{param}.function.parameters")
-            return CallShape(function.name, grammar.source)
+    async def _shapes(self, use: ToolUse) -> list[CallShape]:
+        """What the arguments are held to: a tool's schema, or any object where that cannot be enforced and need not."""
+        strict: dict[int, Grammar] = {}
+        room = MAX_GRAMMAR_LENGTH
+        for place, tool in enumerate(use.tools):  # before any is compiled, which may take seconds for each long one
+            if tool.function.strict:
+                strict[place] = _arguments(tool)
+                room -= len(strict[place].source)
+            if room < 0:
+                raise GrammarError(
+                    f"the `parameters` of strict tools have more than {MAX_GRAMMAR_LENGTH} characters together", "tools"
+                )
+        shapes: list[CallShape] = []
+        for place, tool in enumerate(use.tools):
+            if place in strict:
+                grammar = strict[place]
+                param = "tools" if use.choice == "named" else f"tools[{place}]"
+                await compile_wanted(self._grammars, grammar, f"{param}.function.parameters")
+            else:
+                grammar = _arguments(tool)
+                room -= len(grammar.source)
+                if room < 0 or not await self._can_be_enforced(grammar):
+                    grammar = Grammar.of_schema({"type": "object"})
+            shapes.append(CallShape(tool.function.name, grammar.source))
+        return shapes
+
+    async def _can_be_enforced(self, grammar: Grammar) -> bool:
         try:
             await self._grammars.compile(grammar)
         except GrammarError:
-            return CallShape(function.name, Grammar.of_schema({"type": "object"}).source)
-        return CallShape(function.name, grammar.source)
+            return False
+        return True
+
+
+def _arguments(tool: Tool) -> Grammar:
+    return Grammar.of_schema({"type": "object", **(tool.function.parameters or {})})

@@ -81,13 +81,18 @@ def clean_tool_fields(
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     """Raises:
-    BadRequestError: two tools have one name, or the choice is none of them.
+    BadRequestError: two tools have one name, one takes no object, or the choice is none of them.
     """
     names = [tool.function.name for tool in tools]
     for place, name in enumerate(names):
         if name in names[:place]:
             param = f"tools[{place}].function.name"
             raise BadRequestError(f"`{param}`: {name!r} is the name of another tool too", param=param)
+    for place, tool in enumerate(tools):
+        wanted = (tool.function.parameters or {}).get("type", "object")
+        if wanted != "object":  # no form of calls has a place for anything else
+            param = f"tools[{place}].function.parameters.type"
+            raise BadRequestError(f"`{param}` must be 'object', not {shown(wanted)}", param=param)
     if not names and choice not in (None, "none", "auto"):
         raise BadRequestError("`tool_choice` asks for a call, and there are no `tools`", param="tool_choice")
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:

@@ -32,6 +32,9 @@ _ANNOTATIONS = frozenset(
         *("contentEncoding", "contentMediaType", "contentSchema"),
     )
 )
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+)
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
@@ -136,6 +139,7 @@ def _check_part(schema: dict[str, Any], path: str, *, is_root: bool) -> None:
     for text in _strings(texts):
         if any((character < " " and character not in _ESCAPES) or character == "\x7f" for character in text):
             raise GrammarError(f"the control characters of {text[:100]!r} cannot be written", path)
+    _check_format(schema, path)
     _check_bounds(schema, path)
     least = schema.get("minProperties", 0)
     is_open = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
@@ -144,6 +148,12 @@ def _check_part(schema: dict[str, Any], path: str, *, is_root: bool) -> None:
             "`minProperties` above 1 is enforced only where all properties are listed or required: a name may repeat"
         )
         raise GrammarError(message, _at(path, "minProperties"))
+
+
+def _check_format(schema: dict[str, Any], path: str) -> None:
+    name, kinds = schema.get("format"), schema.get("type", "string")
+    if isinstance(name, str) and name not in _FORMATS and (kinds == "string" or "string" in _list(kinds)):
+        raise GrammarError(f"the format {name[:100]!r} cannot be enforced: leave it out", _at(path, "format"))
 
 
 def _check_bounds(schema: dict[str, Any], path: str) -> None:

@@ -12,6 +12,7 @@ from jaxserve.protocol.parsing import parse_chat_request
 from jaxserve.protocol.responses import ChatChoice
 from jaxserve.protocol.service import OpenAIService
 from tests.fakes import FakeEngine, fake_service, say
+from tests.structured.grammars import refused_at
 
 pytestmark = pytest.mark.anyio
 
@@ -32,6 +33,12 @@ TWO_CALLS = (
     '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 )
 HALF = 'Hm <tool_call>\n{"name": "weather", "arguments": {"ci'
+
+
+def long_tool(number: int, *, strict: bool) -> dict[str, Any]:
+    """The schema of each would do, those of four are too long."""
+    parameters = {"type": "object", "properties": {"a": {"enum": ["x" * 70_000]}}, "required": ["a"]}
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters, "strict": strict}}
 
 
 def service_saying(text: str, **options: Any) -> OpenAIService:
@@ -113,6 +120,15 @@ async def test_only_what_must_be_is_constrained() -> None:
     assert [sampling.constraint is None for _, sampling in submitted[::2]] == [True, False, False, False]
 
 
+async def test_what_is_too_long_beside_the_others_is_any_object() -> None:
+    service = fake_service(FakeEngine(say("x"), max_model_len=300_000), template=TEMPLATE)
+    await ask(service, tools=[long_tool(number, strict=False) for number in range(4)], tool_choice="required")
+    first, fourth = (f'<tool_call>\n{{"name": "{name}", "arguments": {{"b"' for name in ("f0", "f3"))
+    constraint = service.engine.submitted[0][1].constraint  # type: ignore[attr-defined]
+    assert refused_at(constraint, first) == len(first) - 2
+    assert refused_at(constraint, fourth) == len(fourth)
+
+
 async def test_turns_with_results_go_through_the_template() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     service = service_saying("Rain.")
@@ -137,6 +153,9 @@ async def test_turns_with_results_go_through_the_template() -> None:
         ({"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]}, "tools[0].function.x"),
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {"not": {}}}}]},
          "tools[0].function.parameters.not"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+         "tools[0].function.parameters.type"),
+        ({"tools": [long_tool(number, strict=True) for number in range(4)], "tool_choice": "required"}, "tools"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
          "response_format.json_schema.schema.not"),
