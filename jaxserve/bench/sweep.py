@@ -16,6 +16,7 @@ from pathlib import Path
 from jaxserve.bench.records import Load
 from jaxserve.bench.results import is_done
 
+_THREADS_PER_DEVICE = 4
 _LOAD_FLAGS = ("--concurrency", "--request-rate", "--trace-speed", "--timeout")
 
 
@@ -165,11 +166,14 @@ def _without_loads(arguments: Sequence[str]) -> list[str]:
 
 
 def environment_for(configuration: Configuration) -> dict[str, str]:
-    """As here, with as many CPU devices as the configuration needs where jax is told to use the CPU."""
+    """As here, with as many CPU devices, and threads for them, as the configuration needs where jax uses the CPU."""
     environment = dict(os.environ)
     flags = environment.get("XLA_FLAGS", "")
     on_cpu = environment.get("JAX_PLATFORMS", "").split(",")[0] == "cpu"
     if configuration.num_devices > 1 and on_cpu and "xla_force_host_platform_device_count" not in flags:
         flag = f"--xla_force_host_platform_device_count={configuration.num_devices}"
         environment["XLA_FLAGS"] = f"{flags} {flag}".strip()
+        # XLA's threads on a CPU are as many as this says, or cores. Devices block them while they wait for each other's sums:
+        # with three devices on two cores none was left for the one that was waited for.
+        environment.setdefault("NPROC", str(_THREADS_PER_DEVICE * configuration.num_devices))
     return environment

@@ -147,9 +147,15 @@ def test_a_run_that_was_done_over_http_is_looked_for_there(tmp_path: Path, comma
 def test_a_cpu_has_as_many_devices_as_a_configuration_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", "--some_flag")
-    flags = environment_for(Configuration("TP4", (), 4))["XLA_FLAGS"]
+    monkeypatch.delenv("NPROC", raising=False)
+    environment = environment_for(Configuration("TP4", (), 4))
+    assert int(environment["NPROC"]) > 4  # with fewer threads than that, devices that wait for each other wait forever
+    flags = environment["XLA_FLAGS"]
     assert flags == "--some_flag --xla_force_host_platform_device_count=4"
     assert environment_for(Configuration("TP1", (), 1))["XLA_FLAGS"] == "--some_flag"
+    assert "NPROC" not in environment_for(Configuration("TP1", (), 1))
+    monkeypatch.setenv("NPROC", "7")
+    assert environment_for(Configuration("TP4", (), 4))["NPROC"] == "7"
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert environment_for(Configuration("TP4", (), 4))["XLA_FLAGS"] == "--some_flag"
 
