@@ -173,7 +173,7 @@ def environment_for(configuration: Configuration) -> dict[str, str]:
     if configuration.num_devices > 1 and on_cpu and "xla_force_host_platform_device_count" not in flags:
         flag = f"--xla_force_host_platform_device_count={configuration.num_devices}"
         environment["XLA_FLAGS"] = f"{flags} {flag}".strip()
-        # XLA's threads on a CPU are as many as this says, or cores. Devices block them while they wait for each other's sums:
-        # with three devices on two cores none was left for the one that was waited for.
+        # XLA's threads on a CPU are as many as this says, or cores. Devices block them while they wait for each other's
+        # sums: with three devices on two cores none was left for the one that was waited for.
         environment.setdefault("NPROC", str(_THREADS_PER_DEVICE * configuration.num_devices))
     return environment
