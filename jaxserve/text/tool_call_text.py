@@ -333,9 +333,13 @@ def _is_object(text: str) -> bool:
     return isinstance(_loads(text), dict)
 
 
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse)  # NaN and the like are no JSON
     except (ValueError, RecursionError):
         return None
 

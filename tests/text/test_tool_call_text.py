@@ -24,6 +24,7 @@ CASES: list[tuple[ToolCallFormat, str, str, list[tuple[str, dict]]]] = [
     ("llama3_json", '<|python_tag|>{"name":"g","parameters":{}}', "", [("g", {})]),
     ("llama3_json", '{"name": "Bob", "age": 3} it is', '{"name": "Bob", "age": 3} it is', []),
     ("llama3_json", '{"name": "f", "para', '{"name": "f", "para', []),
+    ("llama3_json", '{"name": "f", "parameters": {"a": NaN}}', '{"name": "f", "parameters": {"a": NaN}}', []),
     ("llama3_json", "  hello {", "  hello {", []),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name":"g","arguments":{}}]', "",
      [("f", {"a": 1}), ("g", {})]),
