@@ -6,7 +6,7 @@ import json
 import re
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammar_source import Grammar, check_length
@@ -15,6 +15,7 @@ from jaxserve.structured.structural_tag import structural_tag_lark
 from jaxserve.structured.tool_grammar import tool_call_lark
 
 _REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+_GBNF_RULE = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 # For whoever mends the library, not for clients.
 _DETAILS = re.compile(r"<(?:state|backtrace|non-verbose)\b.*", re.DOTALL)
 
@@ -87,7 +88,9 @@ def _library_grammar(grammar: Grammar) -> str:
 
 
 def _as_lark(source: str) -> str:
+    if not _GBNF_RULE.search(source):
+        return source
     try:
-        return any_to_lark(source)
+        return gbnf_to_lark(source)
     except Exception as error:  # the converter raises plain Exception for whatever is wrong
         raise GrammarError(first_line(str(error))) from error

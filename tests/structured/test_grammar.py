@@ -23,6 +23,9 @@ CHOICES = ["a/b", "c.d\n", 'é"', "ab", "abc", "{x}"]
         (Grammar("regex", "[0-9]{3}(-x)?"), ["123", "123-x"], ["12", "123-", "x123"]),
         (Grammar.of_choices(CHOICES), CHOICES, ["cxd", "a"]),
         (Grammar("grammar", 'root ::= [a-z]+ "!"'), ["ab!"], ["ab", "!"]),
+        (Grammar("grammar", '# Two.\nroot ::=\n  "a" |\n  b-c\nb-c ::= "b"'), ["a", "b"], ["c"]),
+        (Grammar("grammar", '// One.\n?start: x\n!x: "a" | "(" x ")"'), ["a", "((a))"], ["(a", "()"]),
+        (Grammar("grammar", 'start: "::=" "a"'), ["::=a"], ["a"]),
         (Grammar("grammar", 'start: "a" | "b" NUM\nNUM: /[0-9]{1,2}/'), ["a", "b12"], ["b", "b123"]),
     ],
 )  # fmt: skip
@@ -35,7 +38,7 @@ def test_texts_of_a_grammar(grammar: Grammar, good: list[str], bad: list[str]) -
 @pytest.mark.parametrize(
     "grammar",
     [Grammar("regex", "(a"), Grammar("grammar", "start: NOTHING"), Grammar("grammar", "root ::= ("),
-     Grammar("regex", "[^\\s\\S]")],
+     Grammar("grammar", 'start ::= "a"'), Grammar("regex", "[^\\s\\S]")],
 )  # fmt: skip
 def test_broken_grammars_are_refused(grammar: Grammar) -> None:
     with pytest.raises(GrammarError) as refused:
