@@ -18,6 +18,7 @@ COLOURS = (
 )  # fmt: skip
 MARKERS = "osD^vPX*<"  # of another number than colours, so that two curves share both only after 99
 _FEWEST_SNAPSHOTS = 4
+_LOAD_UNITS = {"concurrency": "requests in flight", "rate": "requests a second", "trace": "times the trace's own speed"}
 FLOOR_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "alpha": 0.6}
 INK = "#374151"
 
@@ -43,7 +44,10 @@ def tradeoff(series: Sequence[Series]) -> Figure | None:
         _draw_floor(axes, part, styles[part.name]["color"])
     axes.set_xlabel("time per output token, mean (ms)")
     axes.set_ylabel("output tokens a second for each device")
-    finish(axes, "Throughput against latency (numbers: requests in flight; dashed: the floor)", legend=False)
+    labels_are = (
+        "numbers: requests in flight" if all(part.of_kind("concurrency") for part in shown) else "labels: the load"
+    )
+    finish(axes, f"Throughput against latency ({labels_are}; dashed: the floor)", legend=False)
     legend_below(figure, axes)
     label_curves(figure, axes, curves)
     return figure
@@ -214,7 +218,7 @@ def load_axis(axes: Axes, series: Sequence[Series], kind: str, further: Iterable
     axes.set_xticks(spread(loads))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("requests in flight" if kind == "concurrency" else "requests a second")
+    axes.set_xlabel(_LOAD_UNITS[kind])
 
 
 def spread(values: Iterable[float], ratio: float = 1.3) -> list[float]:

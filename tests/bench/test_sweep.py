@@ -296,6 +296,19 @@ def test_batch_sizes_over_time_are_those_of_one_load(tmp_path: Path) -> None:
     assert [max(line.get_ydata()) for line in sizes.lines] == [30, 30]
 
 
+def test_a_trace_has_its_own_unit(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from jaxserve.bench.charts import tradeoff
+    from jaxserve.bench.charts_choices import batching
+
+    for name, settings in (("TP1", {}), ("TP1 static", {"static_batching": True})):
+        write_run(tmp_path, name, settings=settings, loads=(Load("trace", 1), Load("trace", 2)))
+    series = find_series(tmp_path)
+    over_time, curve = batching(series), tradeoff(series)
+    assert over_time is not None and over_time.axes[0].get_xlabel() == "times the trace's own speed"
+    assert curve is not None and "labels: the load" in curve.axes[0].get_title()
+
+
 def test_the_same_figures_give_the_same_charts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write_run(tmp_path, "TP1")
