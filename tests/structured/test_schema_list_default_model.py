@@ -55,7 +55,9 @@ def test_values_are_accepted_and_refused_in_its_own_tokens(default_model_dir: Pa
 
 @pytest.fixture(scope="module")
 def engine(default_model_dir: Path) -> Iterator[Engine]:
-    with Engine(str(default_model_dir), dataclasses.replace(CONFIG, max_num_batched_tokens=32, max_model_len=256)) as engine:
+    with Engine(
+        str(default_model_dir), dataclasses.replace(CONFIG, max_num_batched_tokens=32, max_model_len=256)
+    ) as engine:
         yield engine
 
 
