@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -60,8 +60,10 @@ class Seen:
 
 async def ask(client: httpx.AsyncClient, body: dict[str, object], seen: Seen, *, measured: bool) -> None:
     """Streams one answer and notes its times."""
+    request = client.build_request("POST", "/v1/completions", json=body)
     sent, first, last, tokens, count = time.monotonic(), 0.0, 0.0, 0, 0
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
+    answer = await client.send(request, stream=True)
+    async with aclosing(answer):
         answer.raise_for_status()
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
@@ -86,7 +88,9 @@ async def hold(
     """Keeps `workers` requests in flight; of those of all processes the first `len(bodies)` are measured."""
     seen, limits = Seen(), httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        await ask(client, {**bodies[0], "prompt": [5], "max_tokens": 2}, Seen(), measured=False)  # what is set up once
+        first_body = {**bodies[0], "prompt": [5], "max_tokens": 2}
+        # What is set up once, connections among it.
+        await asyncio.gather(*(ask(client, first_body, Seen(), measured=False) for _ in range(workers)))
         numbers = iter(range(first, sys.maxsize, stride))
         own = len(range(first, len(bodies), stride))
 
