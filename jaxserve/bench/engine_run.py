@@ -171,7 +171,11 @@ def judge_of(
 
 
 def ceiling_of(engine: EngineClient | ReplicatedEngine) -> Ceiling:
-    return device_ceiling(select_devices(engine.config)[0])
+    """Of one of the engine's devices. Those that a CPU is split into share its memory and its cores."""
+    device = select_devices(engine.config)[0]
+    ceiling = device_ceiling(device)
+    share = devices_of(engine.config) if device.platform == "cpu" else 1
+    return dataclasses.replace(ceiling, bandwidth=ceiling.bandwidth / share, matrix_rate=ceiling.matrix_rate / share)
 
 
 def devices_of(config: EngineConfig) -> int:

@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve.bench import model_run
 from jaxserve.bench.engine_run import (
+    ceiling_of,
     devices_of,
     engine_config,
     engine_environment,
@@ -138,6 +139,17 @@ def test_a_device_that_is_not_in_the_table_is_measured() -> None:
     ceiling = device_ceiling(jax.devices("cpu")[0])
     assert ceiling.origin == "measured"
     assert 1e8 < ceiling.bandwidth < 1e13 and 1e8 < ceiling.matrix_rate < 1e15
+
+
+def test_devices_that_a_cpu_is_split_into_share_what_it_reaches(
+    engine: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.bench.engine_run.device_ceiling", lambda device: CEILING)
+    split = SimpleNamespace(config=replace(engine.config, tensor_parallel_size=2, data_parallel_size=2))
+    assert ceiling_of(split) == replace(  # pyright: ignore[reportArgumentType]
+        CEILING, bandwidth=CEILING.bandwidth / 4, matrix_rate=CEILING.matrix_rate / 4
+    )
+    assert ceiling_of(engine) == CEILING
 
 
 def test_floor_and_compute_are_judged_for_what_ran(engine: EngineClient) -> None:
