@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +12,9 @@ from jaxserve.bench.load import LoadRun, Target, num_measured
 from jaxserve.bench.records import Load, RunResult, Summary, summarize
 from jaxserve.bench.results import is_done, read_series, write_load
 from jaxserve.bench.workload import Workload
+
+logger = logging.getLogger(__name__)
+_SETTLING_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,11 @@ def run_loads(
             summaries.append(done[load])
             continue
         count = num_measured(load, options.workload, options.num_requests)
-        runs = [
-            _with_round(LoadRun(target, options.workload, load, count, seed=number).run(options.timeout), number)
-            for number in range(options.rounds)
-        ]
+        runs = []
+        for number in range(options.rounds):
+            wait_until_idle(target)
+            result = LoadRun(target, options.workload, load, count, seed=number).run(options.timeout)
+            runs.append(_with_round(result, number))
         summary = judge(summarize(load, runs), runs)
         if folder is not None:
             write_load(folder, summary, runs)
@@ -78,6 +84,24 @@ def run_loads(
         summaries.append(summary)
         results[load.label] = runs
     return summaries, results
+
+
+def wait_until_idle(target: Target, timeout: float = 10.0) -> None:
+    """Waits until the engine has done with what the run before left: its last steps would be in the first measured TTFTs.
+
+    An endpoint that does not tell what it does gets a moment.
+    """
+    began = time.perf_counter()
+    before = target.snapshot(0.0)
+    while time.perf_counter() - began < timeout:
+        time.sleep(_SETTLING_SECONDS)
+        now = target.snapshot(time.perf_counter() - began)
+        if before is None or now is None:
+            return
+        if now.num_running + now.num_waiting == 0 and now.num_steps == before.num_steps:
+            return
+        before = now
+    logger.warning("the engine still has work of what was sent before: it is measured beside that")
 
 
 def _done_before(folder: Path, loads: Sequence[Load]) -> dict[Load, Summary]:

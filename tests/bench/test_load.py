@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.bench.load import LoadRun, num_measured
 from jaxserve.bench.records import Load, RunResult
+from jaxserve.bench.run import wait_until_idle
 from jaxserve.bench.workload import Workload, load_workload
 from jaxserve.bench.workload_files import Task
 from tests.bench.fake_target import FakeTarget
@@ -100,3 +101,34 @@ def test_how_many_requests_are_measured() -> None:
     assert num_measured(Load("rate", 4), FIXED, 5) == 5
     trace = replace(FIXED, tasks=(Task(1, 1, arrival=0.0),) * 7)
     assert num_measured(Load("trace", 1), trace, None) == 7
+
+
+def test_a_run_begins_when_nothing_is_left_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = FakeTarget()
+    for index in range(2):
+        target.start(index, Task(1, 1), lambda record: None)
+    looks = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(len(target.live))
+        if len(looks) > 1:
+            target.end(len(looks) - 2)
+
+    monkeypatch.setattr("jaxserve.bench.run.time.sleep", sleep)
+    wait_until_idle(target)
+    assert looks == [2, 2, 1] and not target.live
+
+
+def test_an_engine_that_never_comes_to_rest_is_measured_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    target = FakeTarget()
+    target.start(0, Task(1, 1), lambda record: None)
+    wait_until_idle(target, timeout=0.0)
+    assert "still has work" in caplog.text
+
+
+def test_an_endpoint_that_tells_nothing_gets_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, slept = FakeTarget(), []
+    monkeypatch.setattr(target, "snapshot", lambda seconds: None)
+    monkeypatch.setattr("jaxserve.bench.run.time.sleep", slept.append)
+    wait_until_idle(target)
+    assert len(slept) == 1 and slept[0] > 0
