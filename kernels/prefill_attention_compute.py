@@ -9,7 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxserve.kernels.prefill_attention_tiles import Tile, column_group, divide_up, kv_blocks
+from jaxserve.kernels.grid_barrier import count_in
+from jaxserve.kernels.prefill_attention_tiles import Tile, column_group, divide_up, kv_blocks, num_parts
 
 WARPGROUP_ROWS = 64
 _LOG2_E = math.log2(math.e)
@@ -28,27 +29,20 @@ class Options:
     scale: float
     window: int | None
     softcap: float | None
-    takes_turns: bool  # two warpgroups have the same rows, and every other KV block each
-
-    @property
-    def turns(self) -> int:
-        """Warpgroups among which a tile's KV blocks are dealt."""
-        return 2 if self.takes_turns else 1
-
-    @property
-    def warpgroup_row(self) -> Array | int:
-        """The tile row with which this warpgroup's 64 begin."""
-        return 0 if self.takes_turns else lax.axis_index("warpgroup") * WARPGROUP_ROWS
+    tiles: int  # CUDA blocks of each group of heads
+    groups_of_heads: int
+    blocks_at_once: int  # as in `locate_tile`
+    counts: bool  # whether who is last to leave a part is counted; else it is who has the last part
 
 
 def compute_tile(
     out_ref, scales_ref, tile: Tile, options: Options,
-    *, q_smem, out_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_free, v_free, **others,
+    *, q_smem, out_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_free, v_free, **sharing,
 ) -> None:  # fmt: skip
     """Attend with this warpgroup's 64 rows of the tile, and store the result."""
-    rows = pl.ds(options.warpgroup_row, WARPGROUP_ROWS)
+    rows = pl.ds(lax.axis_index("warpgroup") * WARPGROUP_ROWS, WARPGROUP_ROWS)
     shape = (WARPGROUP_ROWS, q_smem.shape[1])
-    first_block, end_block = _own_blocks(tile, k_smem.shape[1], options)
+    first_block, end_block = kv_blocks(tile, k_smem.shape[1])
     v_scale = scales_ref[1]
 
     def store(acc: Array, maximum: Array, total: Array) -> None:
@@ -61,9 +55,9 @@ def compute_tile(
         )  # fmt: skip
 
     finish = store
-    if options.takes_turns:
-        partials = {name: others[name] for name in ("partial_smem", "partial_rows_smem", "partial_ready")}
-        finish = functools.partial(_join, store=store, **partials)
+    if options.blocks_at_once:
+        shared = {name: sharing[name] for name in ("parts_ref", "part_rows_ref", "counters_ref", "arrival")}
+        finish = functools.partial(_share_out, store, tile, k_smem.shape[1], options, **shared)
     plgpu.barrier_wait(q_ready)
 
     @pl.when(end_block > first_block)
@@ -74,51 +68,74 @@ def compute_tile(
         )  # fmt: skip
         finish(*pl.run_scoped(attend, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)))
 
-    @pl.when(end_block <= first_block)
+    # Whoever has no part of a tile that is cut into fewer leaves it to the others.
+    @pl.when((end_block <= first_block) & (tile.part == 0))
     def _():
         nothing = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         finish(nothing, _row_vector(_LOWEST_MAXIMUM), _row_vector(0.0))
 
 
-def _join(acc: Array, maximum: Array, total: Array, *, store, partial_smem, partial_rows_smem, partial_ready) -> None:
-    """Add up what both warpgroups have: the second one hands its part over, the first one stores the sum."""
-    warpgroup = lax.axis_index("warpgroup")
+def _share_out(
+    store, tile: Tile, kv_block: int, options: Options, acc: Array, maximum: Array, total: Array,
+    *, parts_ref, part_rows_ref, counters_ref, arrival,
+) -> None:  # fmt: skip
+    """Store a tile that one CUDA block has; leave a part of one in global memory, and join all once none is missing.
 
-    @pl.when(warpgroup == 1)
-    def _():
-        partial_smem[...] = acc
-        partial_rows_smem[0] = maximum
-        partial_rows_smem[1] = total
-        plgpu.barrier_arrive(partial_ready)
+    So nobody waits for another. As parts are joined in their order, whoever does it, every run gives the same bits.
+    """
+    count, heads = num_parts(tile, kv_block), lax.axis_index("heads")
 
-    @pl.when(warpgroup == 0)
+    def place(part: Array) -> Array:
+        return (tile.number + part * tile.stride) * options.groups_of_heads + heads
+
+    @pl.when(count == 1)
     def _():
-        plgpu.barrier_wait(partial_ready)
-        other_acc, other_maximum, other_total = (
-            plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue] (jax 0.10)
-            for ref, layout in (
-                (partial_smem, plgpu.Layout.WGMMA),
-                (partial_rows_smem.at[0], plgpu.Layout.WGMMA.reduce(1)),
-                (partial_rows_smem.at[1], plgpu.Layout.WGMMA.reduce(1)),
-            )
+        store(acc, maximum, total)
+
+    @pl.when(count > 1)
+    def _():
+        own = place(tile.part)
+        parts_ref.at[own][...] = acc
+        part_rows_ref.at[own, 0][...] = maximum
+        part_rows_ref.at[own, 1][...] = total
+        if options.counts:
+            counter = counters_ref.at[pl.ds(place(jnp.int32(0)), 1)]
+            is_last = count_in(counter, arrival) == count - 1  # pyright: ignore[reportCallIssue] (the decorator passes the context)
+        else:
+            is_last = tile.part == count - 1
+
+        @pl.when(is_last)
+        def _():
+            store(*_join_parts(count, place, parts_ref, part_rows_ref))
+
+
+def _join_parts(count: Array, place, parts_ref, part_rows_ref) -> tuple[Array, Array, Array]:
+    """What all parts of a tile come to: weighted values, each row's maximum, and its total."""
+
+    def load(ref, layout) -> Array:
+        return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue] (jax 0.10)
+
+    def add(part: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, maximum, total = state
+        other_acc = load(parts_ref.at[place(part)], plgpu.Layout.WGMMA)
+        other_maximum, other_total = (
+            load(part_rows_ref.at[place(part), row], plgpu.Layout.WGMMA.reduce(1)) for row in range(2)
         )
         largest = jnp.maximum(maximum, other_maximum)
         own_share, other_share = jnp.exp2(maximum - largest), jnp.exp2(other_maximum - largest)
-        both = acc * lax.broadcast_in_dim(own_share, acc.shape, [0])
-        both = both + other_acc * lax.broadcast_in_dim(other_share, acc.shape, [0])
-        store(both, largest, total * own_share + other_total * other_share)
+        acc = acc * lax.broadcast_in_dim(own_share, acc.shape, [0])
+        acc = acc + other_acc * lax.broadcast_in_dim(other_share, acc.shape, [0])
+        return acc, largest, total * own_share + other_total * other_share
 
-
-def _own_blocks(tile: Tile, kv_block: int, options: Options) -> tuple[Array, Array]:
-    """The first of the tile's KV blocks that this warpgroup takes, every `options.turns`-th from there, and their end."""
-    first_block, end_block = kv_blocks(tile, kv_block)
-    return first_block + (lax.axis_index("warpgroup") if options.takes_turns else 0), end_block
+    shape = parts_ref.shape[1:]
+    nothing = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, count, add, (nothing, _row_vector(_LOWEST_MAXIMUM), _row_vector(0.0)))
 
 
 def _attend(
     acc_ref, *, q_rows, scales_ref, tile: Tile, options: Options, k_smem, v_smem, k_ready, v_ready, k_free, v_free
 ) -> tuple[Array, Array, Array]:
-    """Go through the warpgroup's KV blocks; the softmax of a block runs before the products of its weights and values.
+    """Go through the CUDA block's KV blocks; the softmax of a block runs before the products of its weights and values.
 
     These are started together with the next block's scores, so that the tensor cores get more work at a time.
 
@@ -127,10 +144,7 @@ def _attend(
     """
     stages, kv_block, _ = k_smem.shape
     dtype = q_rows.dtype
-    turns = options.turns
-    tile_first_block, _ = kv_blocks(tile, kv_block)
-    first_block, end_block = _own_blocks(tile, kv_block, options)
-    count = divide_up(end_block - first_block, turns)
+    first_block, end_block = kv_blocks(tile, kv_block)
     first_full, end_full = _unmasked_blocks(tile, kv_block, options.window)
     k_scale = scales_ref[0]
     # Scores times `factor` are in units of log2: exp2 is what the hardware has.
@@ -142,30 +156,25 @@ def _attend(
         return _mask(scores, block, tile, options) if masked else scores
 
     def stage_of(block: Array) -> Array:
-        return lax.rem(block - tile_first_block, jnp.int32(stages))
-
-    def steps_before(block: Array) -> Array:
-        """How many of the warpgroup's blocks come before one of the tile."""
-        return divide_up(jnp.maximum(block - first_block, 0), turns)
+        return lax.rem(block - first_block, jnp.int32(stages))
 
     def first_product(scores_ref) -> Array:
-        plgpu.wgmma(scores_ref, q_rows, k_smem.at[stage_of(first_block)].transpose((1, 0)))
+        plgpu.wgmma(scores_ref, q_rows, k_smem.at[0].transpose((1, 0)))
         return scores_ref[...]
 
-    plgpu.barrier_wait(k_ready.at[stage_of(first_block)])
+    plgpu.barrier_wait(k_ready.at[0])
     scores = pl.run_scoped(first_product, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, kv_block), jnp.float32))
-    plgpu.barrier_arrive(k_free.at[stage_of(first_block)])
+    plgpu.barrier_arrive(k_free.at[0])
     scores = finish_scores(scores, first_block, masked=True)
     weights, maximum, total, _ = _softmax_step(scores, _row_vector(_LOWEST_MAXIMUM), _row_vector(0.0), factor, dtype)
 
-    def step(index: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
+    def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
         weights, maximum, total = carry
-        block = first_block + index * turns
-        stage, previous = stage_of(block), stage_of(block - turns)
+        stage, previous = stage_of(block), stage_of(block - 1)
         plgpu.barrier_wait(k_ready.at[stage])
         plgpu.barrier_wait(v_ready.at[previous])
         if options.window is not None:
-            _clear_unseen(v_smem.at[previous], block - turns, tile)
+            _clear_unseen(v_smem.at[previous], block - 1, tile)
 
         def products(scores_ref) -> Array:
             # In this order: an operand in registers may not be made while other products are in flight.
@@ -182,19 +191,18 @@ def _attend(
         return weights, maximum, total
 
     carry = (weights, maximum, total)
-    low = jnp.int32(1)
+    next_block = first_block + 1
     if options.window is not None:
-        end_low = jnp.clip(steps_before(first_full), low, count)
-        carry = lax.fori_loop(low, end_low, functools.partial(step, masked=True), carry)
-        low = end_low
-    high = jnp.clip(steps_before(end_full), low, count)
-    carry = lax.fori_loop(low, high, functools.partial(step, masked=False), carry)
-    weights, maximum, total = lax.fori_loop(high, count, functools.partial(step, masked=True), carry)
+        end_low = jnp.clip(first_full, next_block, end_block)
+        carry = lax.fori_loop(next_block, end_low, functools.partial(step, masked=True), carry)
+        next_block = end_low
+    start_high = jnp.clip(end_full, next_block, end_block)
+    carry = lax.fori_loop(next_block, start_high, functools.partial(step, masked=False), carry)
+    weights, maximum, total = lax.fori_loop(start_high, end_block, functools.partial(step, masked=True), carry)
 
-    last_block = first_block + (count - 1) * turns
-    last = stage_of(last_block)
+    last = stage_of(end_block - 1)
     plgpu.barrier_wait(v_ready.at[last])
-    _clear_unseen(v_smem.at[last], last_block, tile)
+    _clear_unseen(v_smem.at[last], end_block - 1, tile)
     plgpu.wgmma(acc_ref, weights, v_smem.at[last])
     acc = acc_ref[...]
     plgpu.barrier_arrive(v_free.at[last])
@@ -226,7 +234,7 @@ def _softmax_step(
 def _mask(scores: Array, block: Array, tile: Tile, options: Options) -> Array:
     """Replace the scores of positions that a row's token does not see."""
     row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
-    token = (row + options.warpgroup_row) & (options.tile_tokens - 1)
+    token = (row + lax.axis_index("warpgroup") * WARPGROUP_ROWS) & (options.tile_tokens - 1)
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     column = column + (block * scores.shape[1] - tile.first_position)
     visible = column <= token
@@ -265,8 +273,9 @@ def _store(out: Array, *, out_ref, tile: Tile, options: Options, tiled_smem, pla
     is_full = (tile.live_start == 0) & (tile.live_end == tile_tokens)
 
     def destinations() -> list[tuple[int, Array, Array]]:
+        first_row = lax.axis_index("warpgroup") * WARPGROUP_ROWS
         first_head = lax.axis_index("heads") * options.tile_heads
-        rows = [jnp.int32(options.warpgroup_row + offset) for offset in range(0, WARPGROUP_ROWS, segment)]
+        rows = [first_row + offset for offset in range(0, WARPGROUP_ROWS, segment)]
         heads = [first_head + lax.div(row, jnp.int32(tile_tokens)) for row in rows]
         tokens = [lax.rem(row, jnp.int32(tile_tokens)) for row in rows]
         return list(zip(range(0, WARPGROUP_ROWS, segment), heads, tokens, strict=True))

@@ -28,6 +28,7 @@ from jaxserve.kernels.prefill_attention_copy import RAW_STAGES, copy_and_widen_t
 from jaxserve.kernels.prefill_attention_tiles import TOKEN_ALIGNMENT, column_group, locate_tile
 
 _MAX_ROWS = 64
+_MULTIPROCESSORS = 132  # of an H100 and an H200; a CUDA block's shared memory leaves no room for another beside it
 # Tokens times query heads from which on two computing warpgroups a CUDA block are as fast as one or faster: with fewer,
 # an H100 has multiprocessors to spare, and one warpgroup makes twice as many blocks.
 _MANY_QUERIES = 12_288
@@ -35,20 +36,19 @@ _MANY_QUERIES = 12_288
 
 @dataclasses.dataclass(frozen=True)
 class TuningConfig:
-    """How the kernel cuts its work: a CUDA block has one copying warpgroup and some that multiply.
+    """How the kernel cuts its work: a CUDA block has `compute_warpgroups` x 64 tile rows and one copying warpgroup.
 
     Attributes:
-        compute_warpgroups: those that multiply, with 64 tile rows each.
         kv_block: KV positions that one product takes.
         stages: KV blocks in shared memory.
-        takes_turns: two computing warpgroups share the same 64 rows, take turns with the KV blocks and add up what they
-            have at the end. A single one waits for its own softmax half of the time, and has all of a long context.
+        cuts_kv: several CUDA blocks share the KV of a tile where there are multiprocessors to spare: a small piece of a
+            prompt behind a long context would keep few of them busy. With one computing warpgroup only.
     """
 
     compute_warpgroups: int
     kv_block: int
     stages: int
-    takes_turns: bool = False
+    cuts_kv: bool = False
 
     def __post_init__(self) -> None:
         if self.compute_warpgroups not in (1, 2):
@@ -57,16 +57,8 @@ class TuningConfig:
             raise ValueError(f"{self.kv_block=} must be a positive multiple of 64")
         if self.stages < 2:
             raise ValueError(f"{self.stages=} must be at least 2")
-        if self.takes_turns and (self.compute_warpgroups != 2 or self.stages % 2):
-            raise ValueError(
-                f"{self.takes_turns=} needs two computing warpgroups and an even number of stages, not "
-                f"{self.compute_warpgroups=} and {self.stages=}"
-            )
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows of a CUDA block's tile: query tokens times heads."""
-        return WARPGROUP_ROWS * (1 if self.takes_turns else self.compute_warpgroups)
+        if self.cuts_kv and self.compute_warpgroups != 1:
+            raise ValueError(f"{self.cuts_kv=} goes with one computing warpgroup, not {self.compute_warpgroups=}")
 
 
 def default_config(q: Float[Array, "tokens q_heads head_dim"], kv_dtype: jnp.dtype) -> TuningConfig:
@@ -123,59 +115,73 @@ def prefill_attention_mosaic_gpu(
     k_scale: Float[Array, ""] | None = None,
     v_scale: Float[Array, ""] | None = None,
     config: TuningConfig | None = None,
+    counts: bool = True,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """Compute what `prefill_attention` documents, from arguments that it and `unsupported_reason` have passed."""
+    """Compute what `prefill_attention` documents, from arguments that it and `unsupported_reason` have passed.
+
+    `counts=False` is for JAX's interpreter, which has no atomics and runs one CUDA block after the other.
+    """
     tokens, q_heads, head_dim = q.shape
     out_dtype = q.dtype
     config = config or default_config(q, k_pages.dtype)
     if k_pages.dtype == jnp.float8_e4m3fn:
         q = q.astype(jnp.float16)  # float8 widens to this in one instruction
     tile_heads = math.gcd(q_heads // k_pages.shape[3], 8)
-    tile_tokens = config.tile_rows // tile_heads
+    tile_tokens = config.compute_warpgroups * WARPGROUP_ROWS // tile_heads
     padded_tokens = max(-(-tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT, tile_tokens)
     if padded_tokens > tokens:
         q = jnp.pad(q, ((0, padded_tokens - tokens), (0, 0), (0, 0)))
     # Each row, and the padding behind the last, may start up to 7 tokens early and end with a tile that is not full.
     rows = page_table.shape[0]
     tiles = (padded_tokens + (rows + 1) * (TOKEN_ALIGNMENT - 1)) // tile_tokens + rows + 1
+    groups_of_heads = q_heads // tile_heads
     options = Options(
-        tile_tokens=tile_tokens, tile_heads=tile_heads, scale=scale, window=window, softcap=softcap,
-        takes_turns=config.takes_turns,
+        tile_tokens=tile_tokens, tile_heads=tile_heads, scale=scale, window=window, softcap=softcap, tiles=tiles,
+        groups_of_heads=groups_of_heads,
+        blocks_at_once=_MULTIPROCESSORS // groups_of_heads if config.cuts_kv else 0, counts=counts,
     )  # fmt: skip
+    scratch = _scratch_types(config, tile_heads, head_dim, k_pages.shape[2], q.dtype, k_pages.dtype)
+    out_type, counters = [jax.ShapeDtypeStruct(q.shape, q.dtype)], []
+    if options.blocks_at_once:
+        blocks = tiles * groups_of_heads
+        out_type += [
+            jax.ShapeDtypeStruct((blocks, WARPGROUP_ROWS, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((blocks, 2, WARPGROUP_ROWS), jnp.float32),  # maximum and total
+        ]
+        counters = [jax.new_ref(jnp.zeros((blocks,), jnp.int32))]  # XLA zeroes those of all layers at once
+        scratch["arrival"] = plgpu.SMEM((1,), jnp.int32)
     kernel = plgpu.kernel(
         functools.partial(_prefill_attention_kernel, options=options),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(tiles, q_heads // tile_heads),  # the last axis runs fastest
+        out_type=tuple(out_type),
+        grid=(tiles, groups_of_heads),  # the last axis runs fastest
         grid_names=("tile", "heads"),
         num_threads=config.compute_warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="prefill_attention",
-        scratch_types=_scratch_types(config, tile_heads, head_dim, k_pages.shape[2], q.dtype, k_pages.dtype),
+        scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     scales = jnp.stack([jnp.float32(1.0) if s is None else s for s in (k_scale, v_scale)])
-    out = kernel(q, k_pages, v_pages, layer[None], page_table, query_starts, kv_lens, scales)
+    out, *_ = kernel(q, k_pages, v_pages, layer[None], page_table, query_starts, kv_lens, scales, *counters)
     return out[:tokens].astype(out_dtype)
 
 
 def _scratch_types(
     config: TuningConfig, tile_heads: int, head_dim: int, page_size: int, dtype: jnp.dtype, kv_dtype: jnp.dtype
 ) -> dict[str, Any]:
-    tile_rows = config.tile_rows
+    tile_rows = config.compute_warpgroups * WARPGROUP_ROWS
     pages_per_block = config.kv_block // page_size
     is_widened = dtype != kv_dtype
 
     def block(shape: tuple[int, ...], block_dtype: jnp.dtype) -> Any:
-        bits = jnp.finfo(block_dtype).bits
-        columns = min(column_group(head_dim), 1024 // bits)  # as many as a swizzle covers
-        swizzle = plgpu.find_swizzle(columns * bits)
+        columns = column_group(head_dim)
+        swizzle = plgpu.find_swizzle(columns * jnp.finfo(block_dtype).bits)
         transforms = (plgpu.TilingTransform((TOKEN_ALIGNMENT, columns)), plgpu.SwizzleTransform(swizzle))
         return plgpu.SMEM(shape, block_dtype, transforms=transforms)
 
     kv_shape = (config.kv_block, head_dim)
     ready = plgpu.Barrier(num_arrivals=1 if is_widened else pages_per_block, num_barriers=config.stages)
-    users = 1 if config.takes_turns else config.compute_warpgroups  # of each block
-    free = plgpu.Barrier(num_arrivals=users, num_barriers=config.stages)
+    free = plgpu.Barrier(num_arrivals=config.compute_warpgroups, num_barriers=config.stages)
     scratch = {
         "q_smem": block((tile_rows, head_dim), dtype),
         "out_smem": plgpu.SMEM((tile_rows, head_dim), dtype),
@@ -187,12 +193,6 @@ def _scratch_types(
         "k_free": free,
         "v_free": free,
     }
-    if config.takes_turns:
-        scratch |= {
-            "partial_smem": block((tile_rows, head_dim), jnp.float32),
-            "partial_rows_smem": plgpu.SMEM((2, tile_rows), jnp.float32),  # maximum and total
-            "partial_ready": plgpu.Barrier(),
-        }
     if is_widened:
         raw_ready = plgpu.Barrier(num_arrivals=pages_per_block, num_barriers=RAW_STAGES)
         scratch |= {
@@ -213,19 +213,25 @@ def _prefill_attention_kernel(
     query_starts_ref,  # [rows + 1]
     kv_lens_ref,  # [rows]
     scales_ref,  # [2] float32, of keys and values
-    out_ref,  # [tokens, q_heads, head_dim]
-    *,
+    *refs,  # where KV is cut: counters [blocks] int32; out [tokens, q_heads, head_dim]; where it is: what parts come to
     options: Options,
     **scratch,
 ) -> None:
+    if options.blocks_at_once:
+        counters_ref, out_ref, parts_ref, part_rows_ref = refs
+        scratch |= {"counters_ref": counters_ref, "parts_ref": parts_ref, "part_rows_ref": part_rows_ref}
+    else:
+        (out_ref,) = refs
     tile = locate_tile(
         query_starts_ref,
         kv_lens_ref,
         tokens=q_ref.shape[0],
         tile_tokens=options.tile_tokens,
         window=options.window,
+        tiles=options.tiles,
+        blocks_at_once=options.blocks_at_once,
     )
-    compute_warpgroups = 2 if options.takes_turns else scratch["q_smem"].shape[0] // WARPGROUP_ROWS
+    compute_warpgroups = scratch["q_smem"].shape[0] // WARPGROUP_ROWS
     warpgroup = lax.axis_index("warpgroup")
     is_widened = k_pages_ref.dtype != q_ref.dtype
     # Three warpgroups start with 168 registers a thread each. With two, all have what they can use.

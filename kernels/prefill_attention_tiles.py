@@ -7,6 +7,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array, lax
 
+_BLOCKS_OF_A_PART = 16  # at least: what two parts save must be worth their joining
 TOKEN_ALIGNMENT = 8  # of a tile's first token: shared memory is laid out in groups of 8 rows
 
 
@@ -22,10 +23,24 @@ class Tile:
     first_position: Array  # of the tile's first token in the row's KV; negative where the tile starts before the row
     first_visible: Array  # the first and one past the last position that any live token sees
     end_visible: Array
+    number: Array  # of the tile, the same for all CUDA blocks that share its KV
+    part: Array  # which of them this one is
+    most_parts: Array  # how many there may be of each tile in this launch
+    stride: Array  # of `number + part * stride`, by which a CUDA block of some head is told from the others
 
 
-def locate_tile(query_starts_ref, kv_lens_ref, *, tokens: int, tile_tokens: int, window: int | None) -> Tile:
-    """Find the row and tokens of this CUDA block; the padding behind the last row counts as one more, without KV."""
+def locate_tile(
+    query_starts_ref, kv_lens_ref, *, tokens: int, tile_tokens: int, window: int | None, tiles: int, blocks_at_once: int
+) -> Tile:
+    """Find the row and tokens of this CUDA block; the padding behind the last row counts as one more, without KV.
+
+    A launch has more CUDA blocks than tiles wherever rows are fewer than there may be. Where those that are left over find a
+    multiprocessor each, they take parts of the tiles' KV.
+
+    Args:
+        tiles: CUDA blocks of each group of heads.
+        blocks_at_once: CUDA blocks of each group of heads that run at the same time; 0: KV is not cut.
+    """
     rows = kv_lens_ref.shape[0]
     starts = [query_starts_ref[row] for row in range(rows + 1)]
     ends = [*starts[1:], jnp.int32(tokens)]
@@ -35,8 +50,15 @@ def locate_tile(query_starts_ref, kv_lens_ref, *, tokens: int, tile_tokens: int,
         for start, end, first in zip(starts, ends, first_tokens, strict=True)
     ]
     live_tiles = functools.reduce(lambda a, b: a + b, counts[:rows])
-    # A row's later tiles see more KV. Starting with the longest work leaves the shortest to fill the gaps at the end.
     index = lax.axis_index("tile")
+    most_parts, part, cut = jnp.int32(1), jnp.int32(0), live_tiles
+    if blocks_at_once:
+        room = jnp.minimum(tiles - counts[rows], blocks_at_once)
+        most_parts = jnp.maximum(lax.div(room, jnp.maximum(live_tiles, 1)), 1)
+        cut = live_tiles * most_parts  # CUDA blocks that have a row's tile, or a part of one
+        part = jnp.where(index < cut, lax.div(index, jnp.maximum(live_tiles, 1)), 0)
+        index = jnp.where(index < cut, index - part * live_tiles, index - cut + live_tiles)
+    # A row's later tiles see more KV. Starting with the longest work leaves the shortest to fill the gaps at the end.
     index = jnp.where(index < live_tiles, live_tiles - 1 - index, index)
 
     row = start = row_start = row_end = total = jnp.int32(0)
@@ -66,6 +88,10 @@ def locate_tile(query_starts_ref, kv_lens_ref, *, tokens: int, tile_tokens: int,
         first_position=first_position,
         first_visible=jnp.where(is_padding, 0, first_visible),
         end_visible=jnp.where(is_padding, 0, first_position + live_end),
+        number=index,
+        part=part,
+        most_parts=most_parts,
+        stride=live_tiles,
     )
 
 
@@ -75,8 +101,29 @@ def divide_up(dividend: Array, divisor: int) -> Array:
 
 
 def kv_blocks(tile: Tile, kv_block: int) -> tuple[Array, Array]:
-    """The first and one past the last KV block that the tile sees."""
+    """The first and one past the last KV block that this CUDA block takes of those that the tile sees."""
+    first, end = _visible_blocks(tile, kv_block)
+    share = _share(tile, kv_block)
+    begin = first + tile.part * share
+    return jnp.minimum(begin, end), jnp.minimum(begin + share, end)
+
+
+def num_parts(tile: Tile, kv_block: int) -> Array:
+    """CUDA blocks that have KV of the tile; one where it sees none."""
+    first, end = _visible_blocks(tile, kv_block)
+    share = jnp.maximum(_share(tile, kv_block), 1)
+    return jnp.maximum(lax.div(end - first + share - 1, share), 1)
+
+
+def _visible_blocks(tile: Tile, kv_block: int) -> tuple[Array, Array]:
     return lax.div(tile.first_visible, jnp.int32(kv_block)), divide_up(tile.end_visible, kv_block)
+
+
+def _share(tile: Tile, kv_block: int) -> Array:
+    """KV blocks of each part of the tile but the last."""
+    first, end = _visible_blocks(tile, kv_block)
+    parts = jnp.clip(lax.div(end - first, jnp.int32(_BLOCKS_OF_A_PART)), 1, tile.most_parts)
+    return lax.div(end - first + parts - 1, parts)
 
 
 def column_group(head_dim: int) -> int:

@@ -3,7 +3,6 @@
 
     scripts/bench_prefill_attention.py                       # the default shapes, the default block sizes
     scripts/bench_prefill_attention.py --config 2,128,2 --config 1,64,4 --tokens 512
-    scripts/bench_prefill_attention.py --config 1,64,4 --config 2,64,4,1 --tokens 64 --tokens 256 --context 16000
     scripts/bench_prefill_attention.py --check               # compare with the plain-XLA implementation first
 
 TFLOP/s count the causal half only: 4 x (query, position) pairs x query heads x head_dim.
@@ -136,13 +135,13 @@ def measure(workload: Workload, config: TuningConfig | None, check: bool) -> str
     used = config or default_config(q, k_pages.dtype)
     shape = f"{workload.q_heads}/{workload.kv_heads} x {workload.head_dim}"
     cache = f"{workload.kv_dtype} x {workload.page_size}"
-    blocks = f"{used.compute_warpgroups},{used.kv_block},{used.stages}" + (",1" if used.takes_turns else "")
+    blocks = f"{used.compute_warpgroups},{used.kv_block},{used.stages}" + (",1" if used.cuts_kv else "")
     return f"| {workload.name} | {shape} | {cache} | {blocks} | {microseconds:.1f} | {teraflops:.0f}{error} |"
 
 
 def parse_config(text: str) -> TuningConfig:
-    compute_warpgroups, kv_block, stages, *takes_turns = map(int, text.split(","))
-    return TuningConfig(compute_warpgroups, kv_block, stages, takes_turns=any(takes_turns))
+    compute_warpgroups, kv_block, stages, *cuts_kv = map(int, text.split(","))
+    return TuningConfig(compute_warpgroups, kv_block, stages, cuts_kv=any(cuts_kv))
 
 
 def main() -> None:
@@ -152,7 +151,7 @@ def main() -> None:
     parser.add_argument(
         "--config",
         action="append",
-        help="compute warpgroups,KV block,stages, and 1 where two take turns; may be repeated (default: the kernel's)",
+        help="compute warpgroups,KV block,stages, and 1 where KV is cut; may be repeated (default: the kernel's)",
     )
     parser.add_argument("--check", action="store_true", help="compare with the plain-XLA implementation")
     arguments = parser.parse_args()

@@ -53,6 +53,7 @@ def interpret(case: Case, arrays: Arrays, config: TuningConfig | None, monkeypat
             window=case.window,
             softcap=case.softcap,
             config=config,
+            counts=False,
             **scales,
         )
     assert out.dtype == arrays.q.dtype
@@ -85,7 +86,7 @@ def test_float8_cache_matches_reference(scales: tuple[float | None, float | None
 
 ONE_WARPGROUP = TuningConfig(compute_warpgroups=1, kv_block=64, stages=2)
 TWO_WARPGROUPS = TuningConfig(compute_warpgroups=2, kv_block=64, stages=2)
-TAKING_TURNS = TuningConfig(compute_warpgroups=2, kv_block=64, stages=2, takes_turns=True)
+CUTTING_KV = TuningConfig(compute_warpgroups=1, kv_block=64, stages=2, cuts_kv=True)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter multiplies NaN too
@@ -96,8 +97,7 @@ TAKING_TURNS = TuningConfig(compute_warpgroups=2, kv_block=64, stages=2, takes_t
         ("group 3", ONE_WARPGROUP),
         ("window and softcap", TWO_WARPGROUPS),
         ("float8 cache", ONE_WARPGROUP),
-        ("earlier context", TAKING_TURNS),
-        ("window and softcap", TAKING_TURNS),
+        ("ragged rows", CUTTING_KV),
     ],
 )
 def test_hopper_kernel_matches_reference_when_interpreted(
@@ -110,10 +110,25 @@ def test_hopper_kernel_matches_reference_when_interpreted(
     assert not out[arrays.query_starts[-1] :].any()
 
 
-@pytest.mark.parametrize(("compute_warpgroups", "stages"), [(1, 4), (2, 3)])
-def test_turns_need_two_warpgroups_and_stages_for_both(compute_warpgroups: int, stages: int) -> None:
-    with pytest.raises(ValueError, match="two computing warpgroups and an even number of stages"):
-        TuningConfig(compute_warpgroups, kv_block=64, stages=stages, takes_turns=True)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter multiplies NaN too
+@pytest.mark.parametrize("window", [None, 2100])
+def test_hopper_kernel_shares_out_a_long_context_when_interpreted(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small piece behind 3000 tokens goes to three CUDA blocks, or with a window to two, beside one that is not cut."""
+    case = Case(
+        chunks=((3000, 20), (0, 9), (0, 0)), tokens=40, kv_heads=1, group=4, page_size=64, layers=1, layer=0,
+        window=window, dtype="bfloat16",
+    )  # fmt: skip
+    arrays = build(case)
+    out = interpret(case, arrays, CUTTING_KV, monkeypatch)
+    assert relative_error(out, reference(case, arrays)) < 5e-3
+    assert not out[arrays.query_starts[-1] :].any()
+
+
+def test_kv_is_cut_for_one_computing_warpgroup_only() -> None:
+    with pytest.raises(ValueError, match="one computing warpgroup"):
+        TuningConfig(2, kv_block=64, stages=2, cuts_kv=True)
 
 
 @pytest.mark.parametrize(
