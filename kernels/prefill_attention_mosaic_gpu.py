@@ -28,6 +28,7 @@ from jaxserve.kernels.prefill_attention_copy import RAW_STAGES, copy_and_widen_t
 from jaxserve.kernels.prefill_attention_tiles import TOKEN_ALIGNMENT, column_group, locate_tile
 
 _MAX_ROWS = 64
+_LONG_ROW = 4096  # tokens from which on sharing out a row's KV saves more than it costs rows that are short (1 us)
 _MULTIPROCESSORS = 132  # of an H100 and an H200; a CUDA block's shared memory leaves no room for another beside it
 # Tokens times query heads from which on two computing warpgroups a CUDA block are as fast as one or faster: with fewer,
 # an H100 has multiprocessors to spare, and one warpgroup makes twice as many blocks.
@@ -61,16 +62,21 @@ class TuningConfig:
             raise ValueError(f"{self.cuts_kv=} goes with one computing warpgroup, not {self.compute_warpgroups=}")
 
 
-def default_config(q: Float[Array, "tokens q_heads head_dim"], kv_dtype: jnp.dtype) -> TuningConfig:
-    """Pick what was fastest on an H100 among what fits into its shared memory."""
+def default_config(q: Float[Array, "tokens q_heads head_dim"], kv_dtype: jnp.dtype, longest: int = 0) -> TuningConfig:
+    """Pick what was fastest on an H100 or an H200 among what fits into its shared memory.
+
+    Args:
+        longest: tokens of the longest row that there may be.
+    """
     tokens, q_heads, head_dim = q.shape
     if head_dim > 128:
         return TuningConfig(compute_warpgroups=1, kv_block=64, stages=2)
     compute_warpgroups = 2 if tokens * q_heads >= _MANY_QUERIES else 1
+    cuts_kv = compute_warpgroups == 1 and longest >= _LONG_ROW
     if kv_dtype == jnp.float8_e4m3fn:
-        return TuningConfig(compute_warpgroups, kv_block=64, stages=3)
+        return TuningConfig(compute_warpgroups, kv_block=64, stages=3, cuts_kv=cuts_kv)
     if compute_warpgroups == 1:
-        return TuningConfig(compute_warpgroups, kv_block=64, stages=4)
+        return TuningConfig(compute_warpgroups, kv_block=64, stages=4, cuts_kv=cuts_kv)
     return TuningConfig(compute_warpgroups, kv_block=128, stages=2)
 
 
@@ -123,7 +129,7 @@ def prefill_attention_mosaic_gpu(
     """
     tokens, q_heads, head_dim = q.shape
     out_dtype = q.dtype
-    config = config or default_config(q, k_pages.dtype)
+    config = config or default_config(q, k_pages.dtype, page_table.shape[1] * k_pages.shape[2])
     if k_pages.dtype == jnp.float8_e4m3fn:
         q = q.astype(jnp.float16)  # float8 widens to this in one instruction
     tile_heads = math.gcd(q_heads // k_pages.shape[3], 8)

@@ -253,7 +253,7 @@ def _check_memory(
 def _peer_memory(model_config: ModelConfig, mesh: Mesh, dtype: jnp.dtype, max_num_seqs: int) -> PeerMemory | None:
     """Memory that devices exchange the sums of small steps through; None where they cannot, or have nothing to sum."""
     devices = list(mesh.devices.flat)
-    if len(devices) == 1 or devices[0].platform != "gpu":
+    if len(devices) == 1 or _platform(mesh) != "gpu":
         return None
     reason: str | None = None
     if len(devices).bit_count() > 1:
@@ -265,7 +265,7 @@ def _peer_memory(model_config: ModelConfig, mesh: Mesh, dtype: jnp.dtype, max_nu
         slot_bytes = -(-4 * model_config.hidden_size // ALIGNMENT) * ALIGNMENT
         layout = PeerLayout(len(devices), rows, slot_bytes)
         row: Any = jax.ShapeDtypeStruct((1, model_config.hidden_size), dtype)
-        reason = unsupported_reason(row, row, layout)
+        reason = unsupported_reason(row, row.dtype, layout)
         if reason is None:
             return make_peer_memory(mesh, TENSOR_AXIS, layout)
     logger.warning("NCCL makes all sums over devices: %s", reason)

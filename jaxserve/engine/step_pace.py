@@ -10,6 +10,7 @@ from jaxserve.engine.schedule import ScheduledBatch
 
 _MARGIN = 0.9  # of the time that the goal leaves: steps vary
 _OUTLIER = 3.0  # a step that takes this many times as long as usual counts as this long
+_LEAST_SHARE = 0.02  # of a step without a prompt that one adds: less was only seen because steps vary
 _LEARNING = 0.3  # of what a step took longer or less long than expected
 _FEW = 4  # steps of a kind before which one that took long may well be an exception
 _FORGETTING = (
@@ -66,7 +67,8 @@ class StepPace:
             tokens += len(chunk.token_ids)
             pairs += len(chunk.token_ids) * (chunk.start + len(chunk.token_ids) // 2)
         self._num_prefills += 1
-        self._learn(self._size(tokens), pairs / tokens / _CONTEXT_UNIT, max(0.0, seconds - decode))
+        added = max(_LEAST_SHARE * decode, seconds - decode)
+        self._learn(self._size(tokens), pairs / tokens / _CONTEXT_UNIT, added)
 
     def decode_seconds(self, rows: int) -> float | None:
         """What a step takes that only decodes this many rows; None: no such step was seen, nor one with other rows."""
@@ -103,7 +105,7 @@ class StepPace:
         """Takes in what a prefill added, with its mean context in units."""
         cost = self._added.get(size)
         factor = 1 + self._context_share * context
-        if cost is None or not cost.seconds:
+        if cost is None:
             self._added[size] = _SizeCost(seconds / factor, 1, self._num_prefills)
             return
         cost.count += 1
@@ -138,15 +140,22 @@ class StepPace:
                 return
 
     def _known_sizes(self) -> list[tuple[int, float]]:
-        """Sizes that were seen, with what they add. What was seen long ago, or stands out, counts for less."""
+        """Sizes that were seen, with what they add. What was seen long ago counts for less.
+
+        So does what stands out, if it was seen only once and the sizes below it are well known: what little is known of
+        those may itself be the exception, and streams would wait for large pieces until each has been seen often.
+        """
         known: list[tuple[int, float]] = []
+        well_known = 0  # sizes in a row, the last ones of `known`
         for size in self._sizes:
             cost = self._added.get(size)
-            if cost is not None:
-                seconds = cost.seconds
-                if known and cost.count < _FEW:
-                    seconds = min(seconds, _OUTLIER * _extrapolated(known, size))
-                known.append((size, seconds * _FORGETTING ** (self._num_prefills - cost.latest)))
+            if cost is None:
+                continue
+            seconds = cost.seconds
+            if cost.count == 1 and well_known:
+                seconds = min(seconds, _OUTLIER * _extrapolated(known[-well_known:], size))
+            well_known = well_known + 1 if cost.count >= _FEW else 0
+            known.append((size, seconds * _FORGETTING ** (self._num_prefills - cost.latest)))
         return known
 
     def _size(self, tokens: int) -> int:
@@ -154,12 +163,13 @@ class StepPace:
 
 
 def _extrapolated(smaller: list[tuple[int, float]], size: int) -> float:
-    """What a size adds, going by the two before it; by one alone in proportion, which is rather too much."""
+    """What a size adds, going by the two before it; at most, and by one alone, in proportion: it has a fixed part."""
     last_size, last = smaller[-1]
+    in_proportion = last * size / last_size
     if len(smaller) == 1:
-        return last * size / last_size
+        return in_proportion
     before_size, before = smaller[-2]
-    return last + max(0.0, last - before) * (size - last_size) / (last_size - before_size)
+    return min(in_proportion, last + max(0.0, last - before) * (size - last_size) / (last_size - before_size))
 
 
 @dataclass

@@ -81,6 +81,22 @@ def test_one_slow_step_does_not_rule_a_size_out_for_ever() -> None:
     assert budgets[-1] == 512
 
 
+@pytest.mark.parametrize("first", [-0.001, 0.0, 1e-6, 1e-4])
+@pytest.mark.parametrize("exact", [0, 2, 5])
+def test_a_size_that_seemed_to_cost_nothing_does_not_make_all_larger_ones_cheap(first: float, exact: int) -> None:
+    """What the first steps with a prompt are seen to take is hardly more than without one: the device was behind before."""
+    pace = StepPace((64, 96, 128, 192, 256, 512, 1024, 2048))
+    pace.observe(batch(16), 0.005)
+    late = 0
+    for step in range(40):
+        budget = pace.prefill_budget(16, 0)
+        seconds = 0.005 + (first if step in (exact, exact + 1) else budget * 20e-6)
+        late += step not in (exact, exact + 1) and seconds > 0.0105
+        pace.observe(batch(16, budget), seconds)
+    assert late <= 1
+    assert pace.prefill_budget(16, 0) in (192, 256)
+
+
 def test_what_context_costs_is_learned() -> None:
     """At 10 us a token, and as much again for each 4,000 tokens before it: the chunks of one long prompt."""
     pace = StepPace(SIZES, goal=0.0105)

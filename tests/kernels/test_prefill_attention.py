@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels.prefill_attention import prefill_attention
-from jaxserve.kernels.prefill_attention_mosaic_gpu import TuningConfig, prefill_attention_mosaic_gpu, unsupported_reason
+from jaxserve.kernels.prefill_attention_mosaic_gpu import (
+    TuningConfig,
+    default_config,
+    prefill_attention_mosaic_gpu,
+    unsupported_reason,
+)
 from tests.kernels.mosaic_gpu_interpreter import interpret_mosaic_gpu
 from tests.kernels.prefill_attention_cases import CASES, Arrays, Case, build, reference, relative_error
 
@@ -124,6 +129,13 @@ def test_hopper_kernel_shares_out_a_long_context_when_interpreted(
     out = interpret(case, arrays, CUTTING_KV, monkeypatch)
     assert relative_error(out, reference(case, arrays)) < 5e-3
     assert not out[arrays.query_starts[-1] :].any()
+
+
+def test_kv_is_cut_for_small_pieces_of_what_may_be_long() -> None:
+    q, many = jnp.zeros((64, 32, 128), jnp.bfloat16), jnp.zeros((512, 32, 128), jnp.bfloat16)
+    assert default_config(q, q.dtype, 8192).cuts_kv and default_config(q, jnp.dtype(jnp.float8_e4m3fn), 8192).cuts_kv
+    assert not default_config(q, q.dtype, 2048).cuts_kv
+    assert not default_config(many, q.dtype, 8192).cuts_kv
 
 
 def test_kv_is_cut_for_one_computing_warpgroup_only() -> None:
