@@ -94,6 +94,8 @@ class ExecutableCache:
                 jax.__version__,
                 jaxlib_version.__version__,
                 device.device_kind,
+                # XLA does not load what it compiled for some devices onto others: each replica has its own.
+                " ".join(str(device.id) for device in devices),
                 device.client.platform_version,
                 os.environ.get("XLA_FLAGS", ""),
                 _processor() if device.platform == "cpu" else "",

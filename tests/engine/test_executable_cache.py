@@ -27,8 +27,8 @@ from jaxserve.engine.executable_cache import ExecutableCache, compile_options
 class Program:
     """Doubles a vector on some of the machine's devices; counts how often it was traced."""
 
-    def __init__(self, num_devices: int) -> None:
-        self.devices = jax.devices()[:num_devices]
+    def __init__(self, num_devices: int, first: int = 0) -> None:
+        self.devices = jax.devices()[first : first + num_devices]
         self.sharding = NamedSharding(Mesh(np.asarray(self.devices), ("tp",)), PartitionSpec("tp"))
         self.traces = 0
 
@@ -66,6 +66,15 @@ def test_a_second_start_loads_for_the_devices_in_use(tmp_path: Path, num_devices
     for _ in range(2):
         program.check(program.start(tmp_path))
     assert program.traces == 1
+
+
+def test_replicas_on_other_devices_keep_programs_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for start in range(2):
+        for first in (0, 2):
+            program = Program(2, first)
+            program.check(program.start(tmp_path))
+            assert program.traces == (start == 0)
+    assert not caplog.records
 
 
 def test_another_context_or_name_compiles_anew(tmp_path: Path) -> None:
