@@ -173,6 +173,7 @@ def test_programs_whose_products_are_tried_compile_one_at_a_time_beside_the_othe
 class _Device:
     platform: str
     device_kind: str = "kind"
+    id: int = 0
 
     @property
     def client(self) -> SimpleNamespace:
