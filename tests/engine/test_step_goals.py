@@ -123,15 +123,16 @@ def twice_an_idle_step(result: SimulationResult) -> float:
     return 2 * float(np.median(result.courses[0].inter_token_times))
 
 
-# A kernel whose warpgroups take turns with the blocks of a context goes through it in half the time.
-TAKING_TURNS = 0.5 * LLAMA_8B_ON_H100.per_context_token
+# What a piece's context takes where all multiprocessors share it; half is a cautious guess (on an H200 the first token of a
+# prompt of 16,000 came after 0.99 s among 16 streams, after 1.43 s without that).
+SHARED_OUT = 0.5 * LLAMA_8B_ON_H100.per_context_token
 
 
 @pytest.mark.parametrize("unsteady", [0.0, 0.1])
 @pytest.mark.parametrize("goal", [None, 0.012, 0.020])
 @pytest.mark.parametrize("card", CARDS)
 def test_a_prompt_of_16k_slows_no_stream_beyond_the_goal(card: str, goal: float | None, unsteady: float) -> None:
-    device = Watched(dataclasses.replace(CARDS[card], per_context_token=TAKING_TURNS), unsteady)
+    device = Watched(dataclasses.replace(CARDS[card], per_context_token=SHARED_OUT), unsteady)
     result = serve(device, among_streams(16_000), goal)
     assert slowest_p99(result) <= (goal or twice_an_idle_step(result))
     assert result.courses[16].time_to_first_token < 2.0
@@ -173,7 +174,7 @@ def test_a_context_that_was_in_the_cache_counts(card: str, own: int) -> None:
     for _ in range(40):
         now += float(rng.exponential(1 / 8))
         trace.append(SimulatedRequest(now, (*shared, *random_prompt(rng, own)), 2))
-    device = Watched(dataclasses.replace(CARDS[card], per_context_token=TAKING_TURNS))
+    device = Watched(dataclasses.replace(CARDS[card], per_context_token=SHARED_OUT))
     result = serve(device, trace)
     idle = float(np.median(result.courses[1].inter_token_times))
     mixed = [step.seconds for step in device.steps if step.num_decode >= 16 and step.chunks]
