@@ -19,8 +19,6 @@ Implementation = Literal["mosaic_gpu", "xla"]
 _DTYPES = ("float32", "bfloat16", "float16")
 _SCALE_DTYPES = {"float8_e4m3fn": "float32", "int8": "float32", "uint8": "bfloat16"}
 
-_DEEP = 2  # times as many inputs as outputs: few thread blocks own outputs, and those that share inputs must meet
-_DEEP_ROWS = 16
 _WIDE = 4  # times as many outputs as inputs
 
 
@@ -140,7 +138,7 @@ def kernel_is_faster(form: Form, rows: int, k: int, outputs: int) -> bool:
         return False
     if form == "float8-wide":
         return outputs >= _WIDE * k
-    return form == "int4" or k <= _DEEP * outputs or rows <= _DEEP_ROWS
+    return True
 
 
 def _takes_kernel(

@@ -34,9 +34,9 @@ _MAX_STAGES = 16
 # Few rows are limited by how many warps hide each other's latencies: four, wherever the registers suffice.
 _UNITS_AND_TURNS = ((4, 1), (3, 1), (2, 2), (2, 1), (1, 4), (1, 3), (1, 2))
 # A Hopper card's, for `_expected_cycles`: all multiprocessors together...
-# Clusters of so many thread blocks that run at once. A cluster stays in one of the processor's parts, which have 18, 16 or
-# 14 multiprocessors: by the times that they take, 24 clusters of 4 run at once, and neither do 32 nor 16 of 8.
-_CLUSTERS_AT_ONCE = {1: 132, 2: 66, 3: 42, 4: 30, 5: 22, 6: 18, 7: 16, 8: 14}
+# Clusters of so many thread blocks that run at once, one block on a multiprocessor, as an H200's driver says
+# (cuOccupancyMaxActiveClusters): a cluster stays in one of the processor's parts, which have 18, 16 or 14 multiprocessors.
+_CLUSTERS_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 _MEMORY_BYTES_PER_CYCLE = 2300
 _L2_BYTES_PER_CYCLE = 3200
 # ... and each of them, where 1 to 4 warpgroups compute; instructions are counted for each thread.
