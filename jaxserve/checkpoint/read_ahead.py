@@ -29,6 +29,8 @@ def reading_ahead(folders: Sequence[Path], num_ahead: int) -> Iterator[Callable[
     def advise() -> None:
         for folder in folders:
             room.acquire()
+            if stopped.is_set():
+                return
             for path in sorted(folder.rglob("*")):
                 if stopped.is_set():
                     return

@@ -81,6 +81,12 @@ def test_it_ends_with_its_body(folders: list[Path], monkeypatch: pytest.MonkeyPa
     assert "jaxserve-read-ahead" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.timeout(30)
+def test_it_ends_where_folders_are_missing(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), reading_ahead([tmp_path / str(number) for number in range(9)], 2):
+        raise KeyError
+
+
 def test_without_advice_nothing_happens(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fadvise")
     with reading_ahead(folders, 3) as done_with_one:
