@@ -15,7 +15,8 @@ from jaxserve.structured.structural_tag import structural_tag_lark
 from jaxserve.structured.tool_grammar import tool_call_lark
 
 _REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
-_GBNF_RULE = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
+# Blank lines before a rule are none of it: each of many would be gone through again from every one before it.
+_GBNF_RULE = re.compile(r"^[^\S\n]*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 # For whoever mends the library, not for clients.
 _DETAILS = re.compile(r"<(?:state|backtrace|non-verbose)\b.*", re.DOTALL)
 

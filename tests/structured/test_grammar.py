@@ -26,6 +26,7 @@ CHOICES = ["a/b", "c.d\n", 'é"', "ab", "abc", "{x}"]
         (Grammar("grammar", '# Two.\nroot ::=\n  "a" |\n  b-c\nb-c ::= "b"'), ["a", "b"], ["c"]),
         (Grammar("grammar", '// One.\n?start: x\n!x: "a" | "(" x ")"'), ["a", "((a))"], ["(a", "()"]),
         (Grammar("grammar", 'start: "::=" "a"'), ["::=a"], ["a"]),
+        (Grammar("grammar", "\n" * 200_000 + 'start: "a"'), ["a"], ["b"]),
         (Grammar("grammar", 'start: "a" | "b" NUM\nNUM: /[0-9]{1,2}/'), ["a", "b12"], ["b", "b123"]),
     ],
 )  # fmt: skip
