@@ -132,7 +132,7 @@ def measure(workload: Workload, config: TuningConfig | None, check: bool) -> str
         expected = reference(q, k_pages, v_pages, layers[1], page_table, query_starts, kv_lens).astype(jnp.float32)
         difference = jnp.linalg.norm(call(1).astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
         error = f" | {float(difference):.1e}"
-    used = config or default_config(q, k_pages.dtype)
+    used = config or default_config(q, k_pages.dtype, page_table.shape[1] * workload.page_size)
     shape = f"{workload.q_heads}/{workload.kv_heads} x {workload.head_dim}"
     cache = f"{workload.kv_dtype} x {workload.page_size}"
     blocks = f"{used.compute_warpgroups},{used.kv_block},{used.stages}" + (",1" if used.cuts_kv else "")
