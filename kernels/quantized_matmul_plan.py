@@ -33,10 +33,10 @@ _BARRIER_BYTES = 8
 _MAX_STAGES = 16
 # Few rows are limited by how many warps hide each other's latencies: four, wherever the registers suffice.
 _UNITS_AND_TURNS = ((4, 1), (3, 1), (2, 2), (2, 1), (1, 4), (1, 3), (1, 2))
-# A Hopper card's, for `_expected_cycles`: all multiprocessors together...
 # Clusters of so many thread blocks that run at once, one block on a multiprocessor, as an H200's driver says
 # (cuOccupancyMaxActiveClusters): a cluster stays in one of the processor's parts, which have 18, 16 or 14 multiprocessors.
 _CLUSTERS_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+# A Hopper card's, for `_expected_cycles`: all multiprocessors together...
 _MEMORY_BYTES_PER_CYCLE = 2300
 _L2_BYTES_PER_CYCLE = 3200
 # ... and each of them, where 1 to 4 warpgroups compute; instructions are counted for each thread.
