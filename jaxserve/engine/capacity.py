@@ -73,7 +73,7 @@ def plan_limits(
         _check_pages(num_pages, page_bytes, mesh)
     else:
         free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs) - reserved
-        if config.mode == "server" and mesh.local_devices[0].platform != "cpu":
+        if config.mode == "server" and config.enable_prefix_caching and mesh.local_devices[0].platform != "cpu":
             pages_wanted = max(pages_wanted, min(_MOST_CONTEXTS * pages_wanted, (free - _SPARE_BYTES) // page_bytes))
         num_pages = min(pages_wanted, free // page_bytes)
         if num_pages < 1:

@@ -126,6 +126,8 @@ def test_a_server_keeps_prompts_in_all_that_its_sequences_leave() -> None:
     for mode in ("local", "interactive"):
         assert limits_on_a_card(0.1, mode=mode, **few).num_pages == 2560
     assert limits_on_a_card(0.6, mode="server", **few).num_pages == 4 * 2560  # there is nothing to spare there
+    uncached = limits_on_a_card(0.1, mode="server", enable_prefix_caching=False, **few)
+    assert uncached.num_pages == 4 * 2560  # more would be of no use
 
 
 def test_a_card_that_is_full_is_told_with_the_flag_to_change() -> None:
