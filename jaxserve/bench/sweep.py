@@ -146,7 +146,9 @@ def _write_plan(folder: Path, configurations: Sequence[Configuration], arguments
     """Notes what is measured. Loads may be added later; whatever else changed, figures of both would be mixed up."""
     path = folder / "sweep.json"
     before = json.loads(path.read_text()) if path.is_file() else {}
-    kept = before.get("configurations", {})
+    kept = before.get("configurations", {}) if isinstance(before, dict) else None
+    if not isinstance(kept, dict):
+        raise ValueError(f"{path} is not what this version writes: give another --output, or remove the file")
     fixed = _without_loads(arguments)
     plans = {each.name: [*each.arguments, *fixed] for each in configurations}
     for each in configurations:

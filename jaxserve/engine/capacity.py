@@ -74,8 +74,9 @@ def plan_limits(
     else:
         free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs) - reserved
         if config.mode == "server" and config.enable_prefix_caching and mesh.local_devices[0].platform != "cpu":
-            pages_wanted = max(pages_wanted, min(_MOST_CONTEXTS * pages_wanted, (free - _SPARE_BYTES) // page_bytes))
-        num_pages = min(pages_wanted, free // page_bytes)
+            spare = _rounded((free - _SPARE_BYTES) // page_bytes)
+            pages_wanted = max(pages_wanted, min(_MOST_CONTEXTS * pages_wanted, spare))
+        num_pages = min(pages_wanted, _rounded(free // page_bytes))
         if num_pages < 1:
             per_token, per_sequence = _work_space_bytes(model_config)
             left = free - page_bytes + per_token * max_num_batched_tokens + per_sequence * max_num_seqs
@@ -100,6 +101,12 @@ def plan_limits(
         num_pages=num_pages,
         static_batching=config.static_batching,
     )
+
+
+def _rounded(num_pages: int) -> int:
+    """Down to seven binary digits: programs are compiled for a number of pages, and what is free varies between starts."""
+    step = 1 << max(0, num_pages.bit_length() - 7)
+    return num_pages // step * step
 
 
 def _check_pages(num_pages: int, page_bytes: int, mesh: Mesh) -> None:
