@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.kernels.add_rms_norm import add_rms_norm, check_arguments
@@ -52,7 +53,9 @@ def all_reduce_add_rms_norm(
     """
     is_unscaled = isinstance(update, Float8Product)
     sent = x.dtype if is_unscaled else update.dtype
-    if not is_unscaled:
+    if is_unscaled:
+        _check_unscaled(x, update, weight)
+    else:
         check_arguments(x, update, weight)
 
     def reason() -> str | None:
@@ -69,9 +72,19 @@ def all_reduce_add_rms_norm(
         return total, Float8Rows(normed, factors[0], x.shape[0], x.dtype) if rounds else normed
     if is_unscaled:
         update = update.scaled(x.shape[0], x.dtype)
-        check_arguments(x, update, weight)
     if implementation == "xla":
         total, normed = all_reduce_add_rms_norm_xla(x, update, weight, eps, axis)
     else:
         total, normed = add_rms_norm(x, all_reduce(x.dtype, update, axis), weight, eps)
     return total, quantize_rows(normed, implementation=implementation) if rounds else normed
+
+
+def _check_unscaled(x: Array, update: Float8Product, weight: Array) -> None:
+    rows, size = x.shape
+    padded = update.numbers.shape[0]
+    if update.numbers.shape[1:] != (size,) or padded < rows or update.numbers.dtype != jnp.float32:
+        raise ValueError(f"update.numbers are {update.numbers.dtype}{update.numbers.shape}, x is {x.shape}")
+    if update.factors.shape != (padded,) or update.scales.shape != (size,) or weight.shape != (size,):
+        raise ValueError(
+            f"{update.factors.shape=}, {update.scales.shape=} and {weight.shape=} must be ({padded},), ({size},) and ({size},)"
+        )

@@ -157,6 +157,18 @@ def test_says_what_does_not_fit():
         call(x, update[0], weight[:5], EPS)
 
 
+def test_says_what_does_not_fit_of_a_product_that_is_still_to_be_scaled() -> None:
+    x, update, weight = make_problem(2, 2, 128)
+    good = Float8Product(update[0].astype(jnp.float32), jnp.ones(2), jnp.ones(128))
+    call = functools.partial(all_reduce_add_rms_norm, axis=AXIS, peers=None)
+    with pytest.raises(ValueError, match=r"update\.numbers are float32\(1, 128\)"):
+        call(x, good._replace(numbers=good.numbers[:1]), weight, EPS)
+    with pytest.raises(ValueError, match=r"update\.factors\.shape=\(1,\)"):
+        call(x, good._replace(factors=good.factors[:1]), weight, EPS)
+    with pytest.raises(ValueError, match=r"update\.scales\.shape=\(5,\)"):
+        call(x, good._replace(scales=good.scales[:5]), weight, EPS)
+
+
 def test_the_hopper_kernel_is_refused_where_it_cannot_run():
     x, update, weight = make_problem(2, 2, 1024)
     with pytest.raises(NotImplementedError, match="can't run here"):
