@@ -46,7 +46,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise CheckpointError(
             f"{path.name} holds pickled weights, which only torch can open without running what is in them: get the "
-            "model's safetensors version, or pip install 'jaxserve[torch]'"
+            "model's safetensors version, or pip install torch"
         ) from error
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -111,6 +112,7 @@ def sweep(
             "--max-model-len": max_model_len,
             "--quantization": quantization, "--kv-cache-dtype": kv_cache_dtype, "--dtype": dtype,
         }  # fmt: skip
+        _check_charts()
         failed = run_sweep(configurations, loads, _flags(passed), output, lambda text: typer.echo(text, err=True))
         _report(output, title, slo_tpot_ms)
         if failed:
@@ -131,6 +133,10 @@ def report(
     """Draw charts and report of the runs in FOLDER anew."""
     configure_logging(verbose)
     with reported_errors(verbose):
+        from jaxserve.bench.results import find_series
+
+        find_series(folder)  # what is not there is told first
+        _check_charts()
         _report(folder, title, slo_tpot_ms)
 
 
@@ -152,15 +158,22 @@ def compare(
         typer.echo(f"{beyond} of {len(differences)} differences are beyond the noise between requests")
 
 
-def _report(folder: Path, title: str, slo_tpot_ms: float | None) -> None:
-    try:
-        from jaxserve.bench.report import build_report
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("matplotlib"):
-            raise
+def _check_charts() -> None:
+    """Before anything is measured.
+
+    Raises:
+        RuntimeError: what draws the charts is missing.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
         raise RuntimeError(
-            "charts need matplotlib: pip install 'jaxserve[bench]'; the figures are in the folder"
-        ) from None
+            "charts need matplotlib: scripts/setup bench in the checkout, or pip install matplotlib (`jaxserve bench MODEL "
+            "--output DIR` measures without)"
+        )
+
+
+def _report(folder: Path, title: str, slo_tpot_ms: float | None) -> None:
+    from jaxserve.bench.report import build_report
+
     words = build_report(folder, title=title, slo_tpot_ms=slo_tpot_ms)
     typer.echo(f"{folder / 'report.html'}")
     if words:

@@ -87,7 +87,7 @@ def tracer_for(endpoint: str | None, version: str) -> Tracer | None:
         if not (error.name or "").startswith("opentelemetry"):
             raise
         raise RuntimeError(
-            f"traces need OpenTelemetry's packages ({error.name} is missing): pip install 'jaxserve[otel]', or leave "
-            "--otlp-traces-endpoint out"
+            f"traces need OpenTelemetry's packages ({error.name} is missing): scripts/setup otel in the "
+            "checkout, or leave --otlp-traces-endpoint out"
         ) from error
     return otlp_tracer(endpoint, version)

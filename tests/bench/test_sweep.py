@@ -421,7 +421,11 @@ def test_a_sweep_without_matplotlib_says_what_to_install(tmp_path: Path, monkeyp
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, output = command("report", str(tmp_path))
-    assert code == 1 and "pip install 'jaxserve[bench]'" in output
+    assert code == 1 and "scripts/setup bench" in output
+    assert "scripts/setup" not in command("report", str(tmp_path / "none"))[1]  # there is nothing to draw
+    code, output = command("sweep", "--model", "nothing-is-asked-of-it", "--output", str(tmp_path / "new"))
+    assert code == 1 and "scripts/setup bench" in output  # before anything is measured
+    assert not (tmp_path / "new").exists()
 
 
 def test_loads_of_one_configuration_may_lie_in_several_folders(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def page_server(engine: FakeEngine, config: ServerConfig) -> Iterator[str]:
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no Chromium: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'jaxserve[browser]'")
+    playwright = pytest.importorskip("playwright.sync_api", reason="scripts/setup browser")
     with playwright.sync_playwright() as driver:
         started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield started
