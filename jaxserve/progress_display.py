@@ -17,6 +17,7 @@ from rich.text import Text
 from jaxserve.progress import Progress
 
 SECONDS_BETWEEN_LINES = 5.0
+_SHOW_CURSOR = "\x1b[?25h"
 BYTES = ("bytes", "B")  # units that are shown in MB and the like
 
 
@@ -24,6 +25,14 @@ def progress_on(stream: TextIO | None = None) -> Progress:
     """What suits the stream (default: stderr, so that stdout holds results only)."""
     target = stream or sys.stderr
     return BarProgress(target) if target.isatty() else LineProgress(target)
+
+
+def restore_terminal(stream: TextIO | None = None) -> None:
+    """Shows the cursor again where a bar may have been given up, such as that of an engine's process that was ended."""
+    target = stream or sys.stderr
+    if target.isatty():
+        target.write(_SHOW_CURSOR)
+        target.flush()
 
 
 def amount_text(amount: float, unit: str) -> str:

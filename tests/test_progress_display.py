@@ -3,7 +3,7 @@ import io
 import pytest
 
 from jaxserve import progress_display
-from jaxserve.progress_display import BarProgress, LineProgress, amount_text, done_text, progress_on
+from jaxserve.progress_display import BarProgress, LineProgress, amount_text, done_text, progress_on, restore_terminal
 
 
 class Terminal(io.StringIO):
@@ -77,3 +77,11 @@ def test_how_far_work_is() -> None:
     assert done_text(98e6, 200e6, "bytes") == "98.0 MB of 200.0 MB"
     assert done_text(3, 13, "programs") == "3 of 13 programs"
     assert done_text(3, None, "programs") == "3 programs"
+
+
+def test_the_cursor_is_shown_again_on_a_terminal_only() -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    restore_terminal(terminal)
+    restore_terminal(pipe)
+    assert terminal.getvalue() == "\x1b[?25h"
+    assert pipe.getvalue() == ""

@@ -25,6 +25,7 @@ class BenchOptions:
         num_requests: measured at each load; None: max(8, 3 x concurrency), or half a minute of a rate.
         rounds: repetitions of each load; the figures are the medians of theirs.
         timeout: seconds that one repetition may take.
+        on_load: told of each load before it is measured, and how many requests it has; None: nobody is.
     """
 
     workload: Workload
@@ -32,6 +33,7 @@ class BenchOptions:
     num_requests: int | None = None
     rounds: int = 1
     timeout: float = 600.0
+    on_load: Callable[[Load, int], None] | None = None
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -72,6 +74,8 @@ def run_loads(
             summaries.append(done[load])
             continue
         count = num_measured(load, options.workload, options.num_requests)
+        if options.on_load is not None:
+            options.on_load(load, count)
         runs = []
         for number in range(options.rounds):
             wait_until_idle(target)

@@ -103,6 +103,7 @@ def run(
             num_requests=num_requests,
             rounds=rounds,
             timeout=timeout,
+            on_load=_tell_load,
         )
         if endpoint is not None:
             from jaxserve.bench.endpoint import EndpointOptions
@@ -220,6 +221,10 @@ def measure_model(
 
 def show(summary: Summary) -> None:
     typer.echo(f"  {summary.load.label}: TPOT {summary.tpot_ms['mean']:.2f} ms", err=True)
+
+
+def _tell_load(load: Load, num_requests: int) -> None:
+    typer.echo(f"measuring {num_requests} requests at {load.label} …", err=True)
 
 
 def _command() -> tuple[str, ...]:

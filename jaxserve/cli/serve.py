@@ -32,7 +32,7 @@ from jaxserve.cli.options import (
 )
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.device_memory import claim_device_memory
-from jaxserve.progress_display import progress_on
+from jaxserve.progress_display import progress_on, restore_terminal
 
 _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
@@ -160,4 +160,8 @@ def serve(
         from jaxserve.server.run import serve as run_server
 
         setup = ProcessSetup(partial(configure_logging, verbose, shown=_SHOWN, over_bars=True), progress_on)
-        raise typer.Exit(run_server(model, engine_config, server_config, progress_on(), setup))
+        try:
+            code = run_server(model, engine_config, server_config, progress_on(), setup)
+        finally:
+            restore_terminal()
+        raise typer.Exit(code)

@@ -62,6 +62,12 @@ def plan_limits(
     max_num_seqs = config.max_num_seqs or min(at_once, config.max_num_batched_tokens or at_once)
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
     wanted = config.max_model_len or model_config.max_position_embeddings
+    if wanted > model_config.max_position_embeddings:
+        logger.warning(
+            "max_model_len=%d is beyond the %d tokens that the model was made for: what it answers there may be of no use",
+            wanted,
+            model_config.max_position_embeddings,
+        )
     if config.mode == "local" and config.max_model_len is None:
         wanted = min(wanted, _LOCAL_CONTEXT)
     num_longest = 1 if config.mode in _SEQUENCES_OF_MODE else max_num_seqs  # that the cache is to hold

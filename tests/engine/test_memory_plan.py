@@ -112,6 +112,13 @@ def test_pages_take_what_weights_and_the_largest_step_leave() -> None:
     assert wider.num_pages < pages[0.6]
 
 
+def test_a_context_beyond_the_models_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    limits_of(max_model_len=MODEL_CONFIG.max_position_embeddings)
+    assert "is beyond" not in caplog.text
+    limits_of(max_model_len=MODEL_CONFIG.max_position_embeddings + 1)
+    assert f"is beyond the {MODEL_CONFIG.max_position_embeddings} tokens" in caplog.text
+
+
 def test_a_little_more_or_less_that_is_free_changes_no_program() -> None:
     """Each is compiled for a number of pages; a start should find what the last one compiled."""
     assert len({limits_on_a_card(0.52 + little, page_size=16).num_pages for little in (0.0, 1e-5, 1e-4, 5e-4)}) == 1
