@@ -86,5 +86,5 @@ def _check_unscaled(x: Array, update: Float8Product, weight: Array) -> None:
         raise ValueError(f"update.numbers are {update.numbers.dtype}{update.numbers.shape}, x is {x.shape}")
     if update.factors.shape != (padded,) or update.scales.shape != (size,) or weight.shape != (size,):
         raise ValueError(
-            f"{update.factors.shape=}, {update.scales.shape=} and {weight.shape=} must be ({padded},), ({size},) and ({size},)"
+            f"{update.factors.shape=} must be ({padded},), {update.scales.shape=} and {weight.shape=} must be ({size},)"
         )
