@@ -55,11 +55,11 @@ def test_sigterm_lets_running_answers_end(tmp_path: Path) -> None:
         stream = Answer(url, stream=True)
         assert stream.first.wait(10)
         server.process.send_signal(signal.SIGTERM)
-        while httpx.get(f"{url}/health").status_code == 200:
+        while (health := httpx.get(f"{url}/health").status_code) == 200:
             pass
+        assert health == 503
         refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": [USER]})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        assert httpx.get(f"{url}/health").status_code == 503
         stream.join()
         whole.join()
         assert server.exit_code() == 0
