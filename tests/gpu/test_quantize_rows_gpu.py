@@ -24,7 +24,10 @@ def wide(rows: Float8Rows) -> np.ndarray:
 
 
 def make_rows(rows: int, size: int) -> jax.Array:
-    x = jax.random.normal(jax.random.key(rows), (rows, size)) * jnp.exp(jnp.arange(rows, dtype=jnp.float32) % 7 - 3)[:, None]
+    x = (
+        jax.random.normal(jax.random.key(rows), (rows, size))
+        * jnp.exp(jnp.arange(rows, dtype=jnp.float32) % 7 - 3)[:, None]
+    )
     return (x if rows == 1 else x.at[rows // 2].set(0.0)).astype(jnp.bfloat16)
 
 
