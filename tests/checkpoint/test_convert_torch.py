@@ -66,7 +66,7 @@ def test_without_torch_the_extra_is_named_and_nothing_opened(
         (folder / "config.json").unlink()
         write_params(folder)
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert_refused(folder, match=r"pickled weights.*pip install 'jaxserve\[torch\]'")
+    assert_refused(folder, match=r"pickled weights.*pip install torch")
     assert not (tmp_path / "marker").exists()
 
 
