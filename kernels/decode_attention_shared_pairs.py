@@ -6,19 +6,16 @@ of the workers, whoever does it, the result is the same to the bit in every run.
 """
 
 import functools
-from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import memref
 from jaxtyping import Array
 
 from jaxserve.kernels.decode_attention_plan import LOWEST_SCORE, TILE_M, Problem
 from jaxserve.kernels.decode_attention_segments import Segment
+from jaxserve.kernels.grid_barrier import count_in
 from jaxserve.kernels.register_layout import LANES, WARPS, spread_layout
 
 REGISTERS = 32  # elements of parts that a thread has in flight
@@ -55,7 +52,7 @@ def finish_shared_pair(problem: Problem, worker, share, segment: Segment, counte
     last_worker = lax.div(segment.pair_begin + segment.pair_blocks - 1, share)
     if problem.on_device:
         counter = counters_ref.at[pl.ds(first_worker, 1)]
-        before = _count_in(counter, arrival)  # pyright: ignore[reportCallIssue] (the decorator passes the context)
+        before = count_in(counter, arrival)  # pyright: ignore[reportCallIssue] (the decorator passes the context)
         is_last = before == last_worker - first_worker
     else:
         is_last = worker == last_worker  # the interpreter runs one thread block after the other
@@ -63,30 +60,6 @@ def finish_shared_pair(problem: Problem, worker, share, segment: Segment, counte
     @pl.when(is_last)
     def _():
         _join(problem, first_worker, last_worker - first_worker + 1, parts, out_ref.at[segment.row, segment.head])
-
-
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), plgpu.RefType()),
-    return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
-)
-def _count_in(_: Any, counter: Any, arrival: Any) -> Any:
-    """Increments the counter and returns what it was.
-
-    What any thread of the warpgroup stored before is there for whoever sees the new count, and what it loads afterwards
-    it loads after that.
-    """
-    int32 = ir.IntegerType.get_signless(32)
-    first = mgpu.c(0, ir.IndexType.get())
-    mgpu.warpgroup_barrier()
-    with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
-        address = mgpu.utils.memref_ptr(counter)
-        add = "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;"
-        before = mgpu.utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue] - not in jax 0.10
-            add, address, result_types=int32, has_side_effects=True
-        )
-        memref.store(before, arrival, [first])
-    mgpu.warpgroup_barrier()
-    return mgpu.FragmentedArray.splat(memref.load(arrival, [first]), (), is_signed=True)
 
 
 def _join(problem: Problem, first_worker, count, parts, out_ref):

@@ -70,8 +70,8 @@ def leave(counters_ref, leavers: int) -> None:
 def count_in(_: Any, counter: Any, arrival: Any) -> Any:
     """The warpgroup has stored its part; adds one to the counter [1] and returns what it was.
 
-    Whoever comes later sees what was stored before, by plain loads. `arrival` is int32 [1] of the warpgroup's own in
-    shared memory.
+    Whoever comes later sees what was stored before, by plain loads, and what any thread of the warpgroup loads afterwards
+    it loads after that. `arrival` is int32 [1] of the warpgroup's own in shared memory.
     """
     int32 = ir.IntegerType.get_signless(32)
     first = mgpu.c(0, ir.IndexType.get())
