@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.kernels.peer_exchange import VECTOR, row_layout, sum_over_devices
 from jaxserve.kernels.peer_memory import PeerLayout
-from jaxserve.kernels.quantize_rows_mosaic_gpu import padded_rows, round_row
-from jaxserve.kernels.quantized_matmul_xla import FLOAT8
+from jaxserve.kernels.quantize_rows_mosaic_gpu import round_row
+from jaxserve.kernels.quantized_matmul_xla import FLOAT8, padded_rows
 from jaxserve.kernels.register_layout import LANES, WARPS
 
 _STEP = VECTOR * WARPS * LANES  # elements that a warpgroup holds in one vector a thread

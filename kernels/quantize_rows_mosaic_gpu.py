@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxserve.kernels.quantized_matmul_xla import FLOAT8, FLOAT8_MAX, ROW_MULTIPLE, SMALLEST_FACTOR, power_of_two_above
+from jaxserve.kernels.quantized_matmul_xla import FLOAT8, FLOAT8_MAX, SMALLEST_FACTOR, padded_rows, power_of_two_above
 from jaxserve.kernels.register_layout import LANES, WARPS
 
 _THREADS = WARPS * LANES
@@ -40,11 +40,6 @@ def unsupported_reason(rows: int, size: int, dtype: Any, *, is_swiglu: bool = Fa
     if rows > _MAX_ROWS:
         return f"{rows=} are more than {_MAX_ROWS}"
     return None
-
-
-def padded_rows(rows: int) -> int:
-    """So many rows as 8-bit products take."""
-    return rows + -rows % ROW_MULTIPLE
 
 
 def row_layout(size: int) -> Any:

@@ -112,7 +112,12 @@ def float8_product(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float[A
 
 def product_rows(rows: int) -> int:
     """Rows that 8-bit products of so many rows take on this process's default device."""
-    return rows + -rows % ROW_MULTIPLE if jax.default_backend() == "gpu" else rows
+    return padded_rows(rows) if jax.default_backend() == "gpu" else rows
+
+
+def padded_rows(rows: int) -> int:
+    """Rows that 8-bit products of so many rows take on a GPU."""
+    return rows + -rows % ROW_MULTIPLE
 
 
 def _matmul(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float[Array, "rows n"]:
