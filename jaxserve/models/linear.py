@@ -68,8 +68,7 @@ def row_parallel_unscaled(
     """As `row_parallel_part`; of float8 numbers unscaled, where whoever sums them over devices scales them too."""
     if not rounds_rows(w):
         return row_parallel_part(x, w)
-    rows = x if isinstance(x, Float8Rows) else quantize_rows(x, power_of_two_factors=True)
-    return float8_product_unscaled(rows, *_flat(w))
+    return float8_product_unscaled(_float8_rows(x, power_of_two_factors=True), *_flat(w))
 
 
 def num_tokens(x: Float[Array, "tokens k"] | Float8Rows) -> int:
@@ -104,7 +103,7 @@ def swiglu(
         ValueError: rows that are rounded already where the result would not be.
     """
     if bias is None and rounds_rows(w_gate_up) and rounds_rows(w_next):
-        rows = x if isinstance(x, Float8Rows) else quantize_rows(x)
+        rows = _float8_rows(x)
         return float8_matmul_swiglu(rows, w_gate_up.values, w_gate_up.scales, power_of_two_factors=True)
     if isinstance(x, Float8Rows):
         raise ValueError("rows of float8 go with a gated product only where what takes its result rounds that too")
@@ -144,9 +143,12 @@ def _product(
         return x @ w.reshape(x.shape[1], -1)
     values, scales = _flat(w)
     if isinstance(x, Float8Rows) or rounds_rows(w):
-        rows = x if isinstance(x, Float8Rows) else quantize_rows(x, power_of_two_factors=power_of_two_factors)
-        return float8_matmul(rows, values, scales)
+        return float8_matmul(_float8_rows(x, power_of_two_factors=power_of_two_factors), values, scales)
     return quantized_matmul(x, values, scales, power_of_two_factors=power_of_two_factors, **_activations(w))
+
+
+def _float8_rows(x: Float[Array, "tokens k"] | Float8Rows, *, power_of_two_factors: bool = False) -> Float8Rows:
+    return x if isinstance(x, Float8Rows) else quantize_rows(x, power_of_two_factors=power_of_two_factors)
 
 
 def _flat(w: QuantizedWeight) -> tuple[Array, Array]:
