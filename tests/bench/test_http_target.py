@@ -123,8 +123,9 @@ async def test_the_engines_own_numbers_are_read_where_the_endpoint_has_them() ->
     async with endpoint_of(FakeEngine(endless, token_delay=0.03)) as url:
         result = await asyncio.to_thread(measure, EndpointOptions(url), Load("concurrency", 3), 3)
     assert result.host_gap == 0.0
-    assert result.timeline and result.timeline[0].num_running == 3
-    assert result.timeline[0].used_pages == 3
+    # Which moment a sample catches is up to the machine: on a busy one the first comes before the requests do.
+    assert max(snapshot.num_running for snapshot in result.timeline) == 3
+    assert all(snapshot.used_pages == snapshot.num_running for snapshot in result.timeline)
 
 
 @pytest.mark.parametrize("client", ["own", "openai"])
