@@ -47,8 +47,11 @@ class Comparison:
         many = f"{'' if self.times == 1 else f'{self.times} x '}{self.narrow.name} ({self.origin})"
         low, high = max(wide[0][0], narrow[0][0]), min(wide[0][-1], narrow[0][-1])
         if low >= high:
-            reached = " and ".join(f"{curve[0][0]:.1f} to {curve[0][-1]:.1f} ms" for curve in (wide, narrow))
-            return f"{one} and {many} have no time per token in common: {reached}."
+            (fast, first), (slow, second) = sorted(((wide[0], one), (narrow[0], many)), key=lambda each: each[0][0])
+            return (
+                f"{first} is faster than {second} at every load that was measured: {fast[0]:.1f} to {fast[-1]:.1f} ms "
+                f"per token, and {slow[0]:.1f} to {slow[-1]:.1f} ms."
+            )
         times = np.geomspace(low, high, _PLACES)
         ours, theirs = _tokens_at(times, wide), _tokens_at(times, narrow)
         has_more = theirs > ours
