@@ -82,6 +82,30 @@ def address_of(ref: Any) -> Any:
     return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
 
 
+class PairwiseSum:
+    """Adds what comes from the devices, in the order of their places: neighbours first, then neighbouring pairs, and so on.
+
+    Each addition is made as soon as both parts are there: rows of eight devices at once are more than a thread has
+    registers for.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self._sums = [(1, own)]  # of how many devices, and the sum over these
+
+    def add(self, part: Any) -> None:
+        count, total = 1, part
+        while self._sums and self._sums[-1][0] == count:
+            total = self._sums.pop()[1] + total
+            count *= 2
+        self._sums.append((count, total))
+
+    @property
+    def total(self) -> Any:
+        """Of all devices, whose number is a power of two."""
+        [(_, total)] = self._sums
+        return total
+
+
 class Exchange:
     """The instructions of one exchange, in the order in which they are made.
 
@@ -108,14 +132,13 @@ class Exchange:
         for other in range(1, ranks):
             self._send(words, self._slot(self._memories[other], other))
         at_once = max(1, _MAX_WORDS_AT_ONCE // len(words))
-        sums = [self._array(words)]
+        sums = PairwiseSum(self._array(words))
         for first in range(1, ranks, at_once):
             others = range(first, min(first + at_once, ranks))
-            sums += [self._array(received) for received in self._receive(others, len(words))]
+            for received in self._receive(others, len(words)):
+                sums.add(self._array(received))
         self._count_exchange()
-        while len(sums) > 1:
-            sums = [sums[place] + sums[place + 1] for place in range(0, len(sums), 2)]
-        return sums[0]
+        return sums.total
 
     def _send(self, words: list[Any], slot: Any) -> None:
         empty, instead = (utils.c(_signed(value), self._int32) for value in (EMPTY, _NOT_EMPTY_NAN))

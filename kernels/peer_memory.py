@@ -85,7 +85,8 @@ class PeerMemory:
 
 def empty_memory(layout: PeerLayout) -> jax.Array:
     """What a device's memory holds before the first exchange: counters of zero and empty slots; uint32 [words]."""
-    return jnp.where(jnp.arange(layout.words) * 4 < layout.counter_bytes, jnp.uint32(0), jnp.uint32(EMPTY))
+    # Compared in words: bytes of the memory of many devices and long rows are beyond what an int32 counts.
+    return jnp.where(jnp.arange(layout.words) < layout.counter_bytes // 4, jnp.uint32(0), jnp.uint32(EMPTY))
 
 
 def address_table(addresses: Sequence[int]) -> np.ndarray:

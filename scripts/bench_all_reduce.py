@@ -151,8 +151,17 @@ def make_inputs(mesh: Mesh, rows: list[int], size: int) -> dict[int, Inputs]:
     }
 
 
-def error_of(name: str, inputs: Inputs, results: jax.Array, calls: int) -> float:
+def summed_weights(inputs: Inputs) -> dict[bool, np.ndarray]:
+    """On the host in float32, for `error_of`: those of the first device, and (True) the sum of all devices'."""
+    first, *others = (np.asarray(shard.data[0], np.float32) for shard in inputs.weights.addressable_shards)
+    return {False: first, True: sum(others, start=first)}
+
+
+def error_of(name: str, inputs: Inputs, summed: dict[bool, np.ndarray], results: jax.Array, calls: int) -> float:
     """Largest difference from the same chain in float32 on the host, relative to the largest value.
+
+    Args:
+        summed: of `summed_weights`, which takes seconds where there are many devices.
 
     Raises:
         ValueError: the devices' results differ.
@@ -161,8 +170,7 @@ def error_of(name: str, inputs: Inputs, results: jax.Array, calls: int) -> float
     if name != "local" and not all(np.array_equal(got[0], other) for other in got[1:]):
         raise ValueError(f"{name}: the devices' results differ by up to {np.abs(got - got[:1]).max()}")
     x = np.asarray(inputs.x, np.float32)
-    weights = np.asarray(inputs.weights, np.float32)
-    product = weights[0] if name == "local" else weights.sum(axis=0)
+    product = summed[name != "local"]
     normed = x
     for _ in range(calls):
         x = x + normed @ product
@@ -202,6 +210,7 @@ def run_group(names: list[str], options: argparse.Namespace, output: Path) -> No
     rows = [int(part) for part in options.rows.split(",")]
     peers = make_peer_memory(mesh, AXIS, PeerLayout(mesh.size, max(rows), 4 * options.size))
     inputs = make_inputs(mesh, rows, options.size)
+    summed = summed_weights(inputs[rows[0]])
 
     def record(**figures: Any) -> None:
         with output.open("a") as file:
@@ -225,7 +234,7 @@ def run_group(names: list[str], options: argparse.Namespace, output: Path) -> No
                     short, long = (compiling[name, count, calls].result() for calls in CALLS)
                     # The first run of a program loads it: before anything is launched ahead.
                     jax.block_until_ready(long())
-                    error = error_of(name, inputs[count], short(), CALLS[0])
+                    error = error_of(name, inputs[count], summed, short(), CALLS[0])
                     # Launched ahead, the two lengths in turn: nothing is left over from one to the next.
                     several = [program() for _ in range(4) for program in (short, long)]
                     if any(not np.array_equal(np.asarray(several[i]), np.asarray(several[i % 2])) for i in range(8)):

@@ -23,56 +23,54 @@ from jaxserve.bench.charts import (
     new_figure,
     styles_of,
 )
+from jaxserve.bench.parallelism import (
+    Comparison,
+    Curve,
+    comparisons,
+    crossing,
+    degrees_of,
+    group_of,
+    is_comparable,
+    tpot_by_load,
+)
 from jaxserve.bench.results import Series
-
-Curve = tuple[np.ndarray, np.ndarray]  # requests in flight over all devices, TPOT in ms
 
 
 def parallelism(series: Sequence[Series]) -> Figure | None:
     """TPOT of the same devices used by tensor or by data parallelism, and where they cross."""
-    plain = [part for part in series if _is_plain(part) and part.of_kind("concurrency")]
-    groups = dict.fromkeys(_group(part) for part in plain)
-    found = []  # of each panel the degree, and the runs of its model and workload
-    for group in groups:
-        by_degree = {_degrees(part): part for part in plain if _group(part) == group}
-        degrees = sorted(tensor for tensor, data in by_degree if data == 1 and tensor > 1)
-        found += [(degree, by_degree) for degree in degrees if (1, 1) in by_degree or (1, degree) in by_degree]
-    if not found:
+    panels_of: dict[str, list[Comparison]] = {}  # by the model over all devices
+    for comparison in comparisons(series):
+        panels_of.setdefault(comparison.wide.name, []).append(comparison)
+    if not panels_of:
         return None
-    figure, panels = new_figure(len(found), columns=min(2, len(found)), height=4.2 * -(-len(found) // 2))
-    for axes in panels[len(found) :]:
+    are_alike = len({group_of(of_one[0].wide) for of_one in panels_of.values()}) == 1
+    count = len(panels_of)
+    figure, panels = new_figure(count, columns=min(2, count), height=4.2 * -(-count // 2))
+    for axes in panels[count:]:
         axes.set_visible(False)
-    for axes, (degree, by_degree) in zip(panels, found, strict=False):
-        tensor = _curve(by_degree[degree, 1], 1)
-        measured = by_degree.get((1, degree))
-        data = _curve(measured, 1) if measured is not None else _curve(by_degree[1, 1], degree)
-        origin = "measured" if measured is not None else "from one device's figures"
+    for axes, of_one in zip(panels, panels_of.values(), strict=False):
+        wide, degree = of_one[0].wide, of_one[0].degree
+        tensor = tpot_by_load(wide, 1)
         axes.plot(*tensor, label=f"tensor parallel on {degree}", **line_style(0))
-        axes.plot(*data, label=f"data parallel on {degree} ({origin})", **line_style(1))
-        draw_step_floor(axes, by_degree[degree, 1], "concurrency", COLOURS[0])
-        _mark_crossing(axes, tensor, data)
-        load_axis(axes, [by_degree[degree, 1]], "concurrency", data[0])
+        loads: list[float] = []
+        for number, comparison in enumerate(of_one, start=1):
+            data = tpot_by_load(comparison.narrow, comparison.times)
+            own = degrees_of(comparison.narrow)[0]
+            each = "" if own == 1 else f", {own} each"
+            axes.plot(*data, label=f"data parallel on {degree}{each} ({comparison.origin})", **line_style(number))
+            loads += data[0].tolist()
+            if number == 1:
+                _mark_crossing(axes, tensor, data)
+        draw_step_floor(axes, wide, "concurrency", COLOURS[0])
+        load_axis(axes, [wide], "concurrency", loads)
         axes.set_xlabel("requests in flight, over all devices")
         axes.set_ylabel("time per output token, mean (ms)")
         axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
-        of_what = "" if len(groups) == 1 else f"{by_degree[degree, 1].name}: "
-        finish(axes, f"{of_what}Tensor or data parallelism on {degree} devices (dashed: floor of TP{degree})")
+        of_what = "" if are_alike else f"{wide.name}:\n"  # else the title is too long for half a figure
+        has_floor = any(point.summary.floor_ms for point in wide.of_kind("concurrency"))
+        floor = f" (dashed: floor of TP{degree})" if has_floor else ""
+        finish(axes, f"{of_what}Tensor or data parallelism on {degree} devices{floor}")
     return figure
-
-
-def crossing(first: Curve, second: Curve) -> float | None:
-    """The load from which the second curve is the lower one for good, between points on a logarithmic axis; None: never,
-    or from the start.
-    """
-    low, high = max(first[0][0], second[0][0]), min(first[0][-1], second[0][-1])
-    if low >= high:
-        return None
-    loads = np.geomspace(low, high, 400)
-    gap = np.interp(np.log(loads), np.log(first[0]), first[1]) - np.interp(np.log(loads), np.log(second[0]), second[1])
-    lower = gap > 0
-    if not lower[-1] or lower.all():
-        return None
-    return float(loads[np.flatnonzero(~lower)[-1] + 1])
 
 
 def _mark_crossing(axes: Axes, tensor: Curve, data: Curve) -> None:
@@ -87,12 +85,6 @@ def _mark_crossing(axes: Axes, tensor: Curve, data: Curve) -> None:
     )  # fmt: skip
 
 
-def _curve(part: Series, replicas: int) -> Curve:
-    summaries = [point.summary for point in part.of_kind("concurrency")]
-    loads = np.asarray([summary.load.value * replicas for summary in summaries])
-    return loads, np.asarray([summary.tpot_ms["mean"] for summary in summaries])
-
-
 def speculation(series: Sequence[Series]) -> Figure | None:
     """TPOT with and without speculation, for each degree of parallelism that has both."""
     speculating = [part for part in series if part.setting("speculative_config") and part.of_kind("concurrency")]
@@ -100,7 +92,7 @@ def speculation(series: Sequence[Series]) -> Figure | None:
         (other, part)
         for part in speculating
         for other in series
-        if _is_plain(other) and _degrees(other) == _degrees(part) and _group(other) == _group(part)
+        if _goes_with(other, part)
     ]  # fmt: skip
     if not pairs:
         return None
@@ -110,12 +102,14 @@ def speculation(series: Sequence[Series]) -> Figure | None:
     for plain, part in pairs:
         for run in (plain, part):
             if run.name not in drawn:  # two ways of speculating are set against the same plain decoding
-                loads, tpot = _curve(run, 1)
+                loads, tpot = tpot_by_load(run, 1)
                 left.plot(loads, tpot, label=run.name, **styles[run.name])
                 draw_step_floor(left, run, "concurrency", styles[run.name]["color"])
                 drawn.add(run.name)
-        before = dict(zip(*(values.tolist() for values in _curve(plain, 1)), strict=True))
-        shared = [(load, before[load] / tpot) for load, tpot in zip(*_curve(part, 1), strict=True) if load in before]
+        before = dict(zip(*(values.tolist() for values in tpot_by_load(plain, 1)), strict=True))
+        shared = [
+            (load, before[load] / tpot) for load, tpot in zip(*tpot_by_load(part, 1), strict=True) if load in before
+        ]
         right.plot([load for load, _ in shared], [gain for _, gain in shared], label=part.name, **styles[part.name])
     right.axhline(1, color=INK, **FLOOR_STYLE)
     for axes, quantity in ((left, "time per output token, mean (ms)"), (right, "speed-up over plain decoding")):
@@ -137,7 +131,7 @@ def batching(series: Sequence[Series]) -> Figure | None:
         (
             part
             for part in series
-            if _is_plain(part) and _group(part) == _group(static) and _degrees(part) == _degrees(static)
+            if _is_plain(part) and group_of(part) == group_of(static) and degrees_of(part) == degrees_of(static)
         ),
         None,
     )
@@ -187,16 +181,10 @@ def _bandwidth_limit(axes: Axes, part: Series, kind: str) -> bool:
 
 
 def _is_plain(part: Series) -> bool:
-    engine = part.environment.get("engine") == "jaxserve" and part.environment.get("transport") == "in process"
-    return engine and not part.setting("speculative_config") and not part.setting("static_batching")
+    return is_comparable(part) and not part.setting("speculative_config")
 
 
-def _degrees(part: Series) -> tuple[int, int]:
-    """Of tensor and data parallelism."""
-    return int(part.setting("tensor_parallel_size", 1)), int(part.setting("data_parallel_size", 1))
-
-
-def _group(part: Series) -> tuple[str, ...]:
-    """What runs must have in common to be set against each other."""
-    known = part.environment
-    return (*(str(known.get(name)) for name in ("model", "device", "workload")), str(part.setting("quantization")))
+def _goes_with(plain: Series, speculating: Series) -> bool:
+    """Whether they differ in speculation alone."""
+    same_kind = group_of(plain)[:-1] == group_of(speculating)[:-1]
+    return _is_plain(plain) and same_kind and degrees_of(plain) == degrees_of(speculating)

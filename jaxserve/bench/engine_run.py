@@ -39,7 +39,7 @@ from jaxserve.engine.client import EngineClient, Replica
 from jaxserve.engine.process_messages import HostedEngine
 from jaxserve.engine.remote_engine import RemoteEngine
 from jaxserve.engine.replicas import ReplicatedEngine
-from jaxserve.models.presets import preset_config
+from jaxserve.models.presets import is_preset, preset_config
 from jaxserve.progress import Progress
 
 MeasuredEngine = EngineClient | ReplicatedEngine | RemoteEngine
@@ -62,7 +62,7 @@ def engine_config(settings: dict[str, Any]) -> EngineConfig:
 
 def start_engine(model: str, config: EngineConfig, progress: Progress) -> EngineClient | ReplicatedEngine:
     """An engine with random weights for a named architecture or its JSON file, with a checkpoint's for anything else."""
-    if config.load_format == "dummy" or _is_architecture(model):
+    if config.load_format == "dummy" or is_preset(model):
         architecture = preset_config(model)
         return replicas.start_engine(
             dataclasses.replace(config, load_format="dummy"),
@@ -91,14 +91,6 @@ def start_engine(model: str, config: EngineConfig, progress: Progress) -> Engine
 def start_hosted_engine(model: str, config: EngineConfig, progress: Progress) -> HostedEngine:
     """As `start_engine`, in a process of the engine's own."""
     return HostedEngine(start_engine(model, config, progress))
-
-
-def _is_architecture(model: str) -> bool:
-    try:
-        preset_config(model)
-    except ValueError:
-        return False
-    return True
 
 
 def measure_engine(

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from jaxserve.bench import charts, charts_choices
 from jaxserve.bench.charts import Chart
+from jaxserve.bench.parallelism import comparisons
 from jaxserve.bench.results import Series, find_series
 from jaxserve.bench.verdict import verdict
 
@@ -53,18 +54,23 @@ code { font-size: .8rem; overflow-wrap: anywhere; }
 
 
 def build_report(folder: Path, *, title: str, slo_tpot_ms: float | None) -> str:
-    """Writes summary.json, charts/*.svg and *.png, and report.html, and returns the verdict ("" without a goal).
+    """Writes summary.json, charts/*.svg and *.png, and report.html, and returns what they say in words, a sentence a line:
+    the verdict, where there is a goal, and what tensor and data parallelism give, where there are figures of both.
 
     Raises:
         ValueError: there is no finished run in the folder.
     """
     series = sorted(find_series(folder), key=_order)
     words = "" if slo_tpot_ms is None else verdict(series, slo_tpot_ms)
+    compared = [str(comparison) for comparison in comparisons(series)]
     drawn = draw_charts(series, folder / "charts")
     data = [{**part.environment, "summaries": [point.summary.to_json() for point in part.points]} for part in series]
-    (folder / "summary.json").write_text(json.dumps({"verdict": words, "runs": data}, indent=1))
-    (folder / "report.html").write_text(_page(title, series, words, drawn), encoding="utf-8")
-    return words
+    (folder / "summary.json").write_text(
+        json.dumps({"verdict": words, "parallelism": compared, "runs": data}, indent=1)
+    )
+    said = [words, *compared] if words else compared
+    (folder / "report.html").write_text(_page(title, series, said, drawn), encoding="utf-8")
+    return "\n".join(said)
 
 
 def _order(part: Series) -> tuple[object, ...]:
@@ -108,10 +114,9 @@ def _svg(figure: Figure, name: str) -> str:
     return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
 
 
-def _page(title: str, series: Sequence[Series], words: str, drawn: Sequence[tuple[str, str]]) -> str:
+def _page(title: str, series: Sequence[Series], said: Sequence[str], drawn: Sequence[tuple[str, str]]) -> str:
     parts = [f"<h1>{html.escape(title)}</h1>"]
-    if words:
-        parts.append(f'<p class="verdict">{html.escape(words)}</p>')
+    parts += [f'<p class="verdict">{html.escape(sentence)}</p>' for sentence in said]
     parts += [f'<figure id="{name}">{svg}</figure>' for name, svg in drawn]
     parts.append(
         "<h2>Figures</h2><p>Times in milliseconds; the floor is every weight and every live page read once.</p>"

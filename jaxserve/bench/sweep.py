@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,40 +107,65 @@ def _endpoint_name(url: str) -> str:
     return re.sub(r"^https?://", "", url).rstrip("/").removesuffix("/v1")
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a sweep did not do.
+
+    Attributes:
+        failed: names of the configurations that failed; what they said is on stderr.
+        unfinished: of those that there was no time for, or not enough.
+    """
+
+    failed: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
+
+
 def run_sweep(
     configurations: Sequence[Configuration],
     loads: Sequence[Load],
     arguments: Sequence[str],
     folder: Path,
     tell: Callable[[str], None],
-) -> list[str]:
+    *,
+    seconds: float | None = None,
+) -> Outcome:
     """Measures what is not done yet.
 
     Args:
         arguments: of `jaxserve bench run`, the same for all: loads, workload and the like.
-
-    Returns:
-        Names of the configurations that failed; what they said is on stderr.
+        seconds: after which what runs is ended, with the loads that it has done, and nothing more begun; None: never.
 
     Raises:
         ValueError: what is done in the folder was measured with other arguments.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write_plan(folder, configurations, arguments)
-    failed = []
+    deadline = None if seconds is None else time.monotonic() + seconds
+    failed, unfinished = [], []
     for number, configuration in enumerate(configurations, start=1):
         runs = folder / "runs" / configuration.folder_name
         if all(is_done(runs / "http" if configuration.over_http else runs, load) for load in loads):
             tell(f"{configuration.name}: done before")
             continue
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            unfinished.append(configuration.name)
+            continue
         tell(f"{configuration.name} ({number} of {len(configurations)})")
         command = [sys.executable, "-m", "jaxserve", "bench", "run", *configuration.arguments, *arguments]
         command += ["--name", configuration.name, "--output", str(runs)]
-        done = subprocess.run(command, env=environment_for(configuration), stdout=subprocess.DEVNULL, check=False)
+        try:
+            done = subprocess.run(
+                command, env=environment_for(configuration), stdout=subprocess.DEVNULL, check=False, timeout=left
+            )
+        except subprocess.TimeoutExpired:
+            unfinished.append(configuration.name)
+            tell(f"{configuration.name}: ended after {left:.0f} s, since time was up")
+            continue
         if done.returncode:
             failed.append(configuration.name)
             tell(f"{configuration.name}: failed with exit code {done.returncode}")
-    return failed
+    return Outcome(tuple(failed), tuple(unfinished))
 
 
 def _write_plan(folder: Path, configurations: Sequence[Configuration], arguments: Sequence[str]) -> None:
@@ -172,10 +198,12 @@ def environment_for(configuration: Configuration) -> dict[str, str]:
     environment = dict(os.environ)
     flags = environment.get("XLA_FLAGS", "")
     on_cpu = environment.get("JAX_PLATFORMS", "").split(",")[0] == "cpu"
-    if configuration.num_devices > 1 and on_cpu and "xla_force_host_platform_device_count" not in flags:
+    if configuration.num_devices == 1 or not on_cpu:
+        return environment
+    if "xla_force_host_platform_device_count" not in flags:
         flag = f"--xla_force_host_platform_device_count={configuration.num_devices}"
         environment["XLA_FLAGS"] = f"{flags} {flag}".strip()
-        # XLA's threads on a CPU are as many as this says, or cores. Devices block them while they wait for each other's
-        # sums: with three devices on two cores none was left for the one that was waited for.
-        environment.setdefault("NPROC", str(_THREADS_PER_DEVICE * configuration.num_devices))
+    # XLA's threads on a CPU are as many as this says, or cores. Devices block them while they wait for each other's
+    # sums: with three devices on two cores none was left for the one that was waited for.
+    environment.setdefault("NPROC", str(_THREADS_PER_DEVICE * configuration.num_devices))
     return environment

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and the memory that it will take, told from headers alone."""
+"""What is in a checkpoint or would be made for a named architecture, and the memory that it takes: from headers alone."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import numpy as np
 
 from jaxserve.checkpoint.manifest import ArrayInfo, check_files, is_converted, read_manifest
 from jaxserve.checkpoint.open_model import open_model
-from jaxserve.checkpoint.pieces import check_arrays
+from jaxserve.checkpoint.pieces import by_piece, check_arrays
 from jaxserve.config import ModelConfig
 from jaxserve.models.kv_cache import kv_bytes_per_token
+from jaxserve.models.params import param_specs
 from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.sharding.rules import LOGICAL_TO_MESH
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """One checkpoint, converted or not.
+    """One checkpoint, converted or not; or an architecture whose weights are made up.
 
     Attributes:
-        form: "converted", "huggingface", "meta" or "gguf".
+        form: "converted", "huggingface", "meta" or "gguf"; "random weights" of an architecture.
         source: what a converted one was made from; else its form.
-        arrays: by name: those that are stored, under the names that they have there.
+        arrays: by name: those that are stored, under the names that they have there; of an architecture those that are made.
     """
 
     name: str
@@ -75,6 +76,22 @@ def inspect_checkpoint(path: Path) -> Inspection:
         return Inspection(model.name, model.source, model.source, model.architecture, model.assembler.config, arrays)
 
 
+def inspect_architecture(name: str, config: ModelConfig, dtype: str) -> Inspection:
+    """What is made where an architecture gets random weights (`--load-format dummy`); none of it is made here.
+
+    Args:
+        config: with the quantization that is asked for.
+        dtype: as in `device_memory`.
+    """
+    element = _element_type(dtype)
+    arrays = {
+        f"{piece}/{part}": ArrayInfo(spec.shape, spec.element_type(element).name)
+        for piece, specs in by_piece(param_specs(config)).items()
+        for part, spec in specs.items()
+    }
+    return Inspection(name, "random weights", "random weights", "LlamaForCausalLM", config, arrays)
+
+
 def device_memory(config: ModelConfig, tensor_parallel_size: int, dtype: str) -> DeviceMemory:
     """What each device holds when the model is cut over so many.
 
@@ -84,10 +101,14 @@ def device_memory(config: ModelConfig, tensor_parallel_size: int, dtype: str) ->
     Raises:
         ValueError: if the model cannot be cut so, naming sizes that work.
     """
-    element = jnp.dtype(getattr(ml_dtypes, dtype, dtype))
+    element = _element_type(dtype)
     layout = ShardLayout(config, tensor_parallel_size)
     weights = 0
     for spec in jax.tree.leaves(layout.specs()):
         is_cut = any(axis in LOGICAL_TO_MESH for axis in spec.logical_axes)
         weights += spec.size * np.dtype(spec.element_type(element)).itemsize // (tensor_parallel_size if is_cut else 1)
     return DeviceMemory(weights, kv_bytes_per_token(layout.device_config, element) // tensor_parallel_size)
+
+
+def _element_type(dtype: str) -> jnp.dtype:
+    return jnp.dtype(getattr(ml_dtypes, dtype, dtype))

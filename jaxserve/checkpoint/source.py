@@ -56,6 +56,11 @@ DEFAULT_MODEL = SMOLLM2.name
 KNOWN_MODELS = {SMOLLM2.name: SMOLLM2}
 
 
+def is_fetched(model: str) -> bool:
+    """Whether `resolve_model` gets a model of that name from somewhere else, or from what it kept of that."""
+    return model in KNOWN_MODELS or model.startswith(HUB_PREFIX)
+
+
 def resolve_model(model: str, progress: Progress) -> Path:
     """The converted folder of a model, fetched and converted into the cache where needed.
 

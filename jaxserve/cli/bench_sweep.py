@@ -70,12 +70,19 @@ def sweep(
     dtype: DTypeName = "auto",
     slo_tpot_ms: SloTpot = None,
     title: Title = "Throughput against latency",
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="End after so long with a report of what is done; the same command goes on from there. Unset: when all is.",
+        ),
+    ] = None,
     verbose: Verbose = 0,
 ) -> None:
     """Measure several configurations at the same loads, and write records, charts and a report into one folder."""
     configure_logging(verbose)
     with reported_errors(verbose):
-        from jaxserve.bench.sweep import plan, run_sweep
+        from jaxserve.bench.sweep import Outcome, plan, run_sweep
         from jaxserve.bench.workload import load_workload
         from jaxserve.cli.bench import parse_loads
 
@@ -113,10 +120,16 @@ def sweep(
             "--quantization": quantization, "--kv-cache-dtype": kv_cache_dtype, "--dtype": dtype,
         }  # fmt: skip
         _check_charts()
-        failed = run_sweep(configurations, loads, _flags(passed), output, lambda text: typer.echo(text, err=True))
-        _report(output, title, slo_tpot_ms)
-        if failed:
-            typer.echo(f"failed: {', '.join(failed)}", err=True)
+        outcome = run_sweep(
+            configurations, loads, _flags(passed), output, lambda text: typer.echo(text, err=True), seconds=seconds
+        )
+        if not outcome.unfinished or any(output.rglob("*.summary.json")):
+            _report(output, title, slo_tpot_ms)
+        if outcome.failed:
+            typer.echo(f"failed: {', '.join(outcome.failed)}", err=True)
+        if outcome.unfinished:
+            typer.echo(f"not done yet: {', '.join(outcome.unfinished)}; the same command goes on from here", err=True)
+        if outcome != Outcome():
             raise typer.Exit(EXIT_FAILURE)
 
 

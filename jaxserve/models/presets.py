@@ -8,13 +8,8 @@ from pathlib import Path
 from jaxserve.config import ModelConfig, RopeScaling
 
 
-def preset_config(name: str) -> ModelConfig:
-    """The architecture of a well-known model, or of a JSON file with `ModelConfig`'s fields.
-
-    Raises:
-        ValueError: unknown name, or a file that does not describe a model.
-    """
-    presets = {
+def _presets() -> dict[str, ModelConfig]:
+    return {
         "llama-3-8b": ModelConfig(
             vocab_size=128256,
             hidden_size=4096,
@@ -51,12 +46,38 @@ def preset_config(name: str) -> ModelConfig:
             tie_word_embeddings=True,
         ),
     }
+
+
+def preset_names() -> tuple[str, ...]:
+    """Of the well-known models."""
+    return tuple(_presets())
+
+
+def preset_config(name: str) -> ModelConfig:
+    """The architecture of a well-known model, or of a JSON file with `ModelConfig`'s fields.
+
+    Raises:
+        ValueError: unknown name, or a file that does not describe a model.
+    """
+    presets = _presets()
     if name in presets:
         return presets[name]
-    path = Path(name)
-    if path.suffix == ".json" and path.is_file():
+    if _is_json_file(name):
         try:
-            return ModelConfig.from_json(json.loads(path.read_text()))
+            return ModelConfig.from_json(json.loads(Path(name).read_text()))
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{name} does not describe a model: {error}") from error
     raise ValueError(f"no architecture is called {name!r}: use one of {sorted(presets)}, or a JSON file")
+
+
+def is_preset(name: str) -> bool:
+    """Whether the name is one for `preset_config`: a file may still not describe a model."""
+    try:
+        preset_config(name)
+    except ValueError:
+        return _is_json_file(name)
+    return True
+
+
+def _is_json_file(name: str) -> bool:
+    return Path(name).suffix == ".json" and Path(name).is_file()

@@ -16,9 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxserve.bench.compare import compare
+from jaxserve.bench.parallelism import comparisons
 from jaxserve.bench.records import Load, Snapshot
 from jaxserve.bench.results import Series, find_series, read_series, write_environment
-from jaxserve.bench.sweep import Configuration, environment_for, plan, run_sweep
+from jaxserve.bench.sweep import Configuration, Outcome, environment_for, plan, run_sweep
 from jaxserve.bench.verdict import verdict
 from jaxserve.cli.main import build_app
 from tests.bench.made_up_runs import LOADS, write_run, write_sweep
@@ -103,14 +104,37 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_a_sweep_goes_on_where_it_stopped_and_past_what_fails(tmp_path: Path, commands: list[list[str]]) -> None:
     configurations = plan(["m"], tensor_parallel_sizes=[1, 2, 4], data_parallel_sizes=[1], **ONE)
     write_run(tmp_path, "TP1")
-    failed = run_sweep(configurations, LOADS, ["--concurrency", "1"], tmp_path, lambda text: None)
-    assert failed == ["TP2"]
+    outcome = run_sweep(configurations, LOADS, ["--concurrency", "1"], tmp_path, lambda text: None)
+    assert outcome == Outcome(failed=("TP2",))
     assert [command[command.index("--tensor-parallel-size") + 1] for command in commands] == ["2", "4"]
     assert commands[0][1:5] == ["-m", "jaxserve", "bench", "run"]
     assert commands[1][-4:] == ["--name", "TP4", "--output", str(tmp_path / "runs" / "tp4")]
     # A load more than was measured: TP1 is run again, and its own folder says what is left of it.
     run_sweep(configurations[:1], (*LOADS, Load("rate", 1)), [], tmp_path, lambda text: None)
     assert len(commands) == 3
+
+
+def test_a_sweep_ends_in_time_and_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first configuration measured, the second one in the middle of it, and the third one not begun."""
+    asked: list[float] = []
+
+    def run(command: list[str], *, timeout: float, **options: object) -> subprocess.CompletedProcess[bytes]:
+        asked.append(timeout)
+        name = command[command.index("--name") + 1]
+        clock[0] += 60 if name == "TP1" else timeout
+        if name != "TP1":
+            raise subprocess.TimeoutExpired(command, timeout)
+        write_run(tmp_path, name)
+        return subprocess.CompletedProcess(command, 0)
+
+    clock = [1000.0]
+    monkeypatch.setattr("jaxserve.bench.sweep.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(subprocess, "run", run)
+    configurations = plan(["m"], tensor_parallel_sizes=[1, 2, 4], data_parallel_sizes=[1], **ONE)
+    outcome = run_sweep(configurations, LOADS, [], tmp_path, lambda text: None, seconds=100)
+    assert outcome == Outcome(unfinished=("TP2", "TP4")) and asked == [100, 40]
+    outcome = run_sweep(configurations, LOADS, [], tmp_path, lambda text: None, seconds=70)
+    assert outcome == Outcome(unfinished=("TP2", "TP4")) and asked == [100, 40, 70]  # TP1 is done
 
 
 def test_a_folder_holds_figures_of_one_kind(tmp_path: Path, commands: list[list[str]]) -> None:
@@ -154,6 +178,10 @@ def test_a_cpu_has_as_many_devices_as_a_configuration_needs(monkeypatch: pytest.
     assert flags == "--some_flag --xla_force_host_platform_device_count=4"
     assert environment_for(Configuration("TP1", (), 1))["XLA_FLAGS"] == "--some_flag"
     assert "NPROC" not in environment_for(Configuration("TP1", (), 1))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # more than it needs
+    environment = environment_for(Configuration("TP4", (), 4))
+    assert environment["XLA_FLAGS"] == "--xla_force_host_platform_device_count=8" and int(environment["NPROC"]) > 4
+    monkeypatch.setenv("XLA_FLAGS", "--some_flag")
     monkeypatch.setenv("NPROC", "7")
     assert environment_for(Configuration("TP4", (), 4))["NPROC"] == "7"
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
@@ -397,7 +425,7 @@ def test_steps_longer_than_the_time_between_two_looks_have_their_own_length(tmp_
 
 def test_where_two_curves_cross() -> None:
     pytest.importorskip("matplotlib")
-    from jaxserve.bench.charts_choices import crossing
+    from jaxserve.bench.parallelism import crossing
 
     loads = np.array([1.0, 4.0, 16.0, 64.0])
     rising, flat = (loads, np.array([2.0, 3.0, 5.0, 9.0])), (loads, np.full(4, 4.0))
@@ -470,7 +498,74 @@ def test_parallelism_is_compared_within_a_model(tmp_path: Path) -> None:
     assert figure is not None
     tops = [max(axes.lines[1].get_ydata()) for axes in figure.axes]  # of data parallelism, from one device's figures
     assert len(tops) == 2 and tops[0] < 10 < 50 < tops[1]
-    assert figure.axes[0].get_title().startswith("a TP2: ") and figure.axes[1].get_title().startswith("b TP2: ")
+    assert figure.axes[0].get_title().startswith("a TP2:") and figure.axes[1].get_title().startswith("b TP2:")
+
+
+def write_eight(folder: Path, **wide: Any) -> None:
+    """One model over eight devices; two replicas over four each; the same with speculation, from one replica's figures."""
+    settings = {"tensor_parallel_size": 4, "data_parallel_size": 2}
+    write_run(folder, "TP4 x DP2", tpot_ms=6.0, growth_ms=0.04, num_devices=8, settings=settings)
+    write_run(folder, "TP4", tpot_ms=6.0, growth_ms=0.08, num_devices=4, settings={"tensor_parallel_size": 4})
+    write_run(folder, "TP8", num_devices=8, settings={"tensor_parallel_size": 8}, **wide)
+    speculating = {"speculative_config": "{}", "tensor_parallel_size": 4}
+    write_run(folder, "TP4 speculation", tpot_ms=4.0, growth_ms=0.16, num_devices=4, settings=speculating)
+    speculating = {"speculative_config": "{}", "tensor_parallel_size": 8}
+    write_run(folder, "TP8 speculation", tpot_ms=3.0, growth_ms=0.11, num_devices=8, settings=speculating)
+
+
+def test_replicas_over_several_devices_are_set_against_one_model_over_all(tmp_path: Path) -> None:
+    """Replicas that were measured count before figures of one, and those that speculate are another matter."""
+    write_eight(tmp_path, tpot_ms=4.0, growth_ms=0.08, noise=0.0)
+    found = {comparison.wide.name: comparison for comparison in comparisons(find_series(tmp_path))}
+    assert {name: (each.narrow.name, each.times) for name, each in found.items()} == {
+        "TP8": ("TP4 x DP2", 1), "TP8 speculation": ("TP4 speculation", 2),
+    }  # fmt: skip
+    # 4 + 0.08 n and 6 + 0.04 n meet at 50 in flight and 8 ms, where n / TPOT is 6250 tokens a second.
+    text = str(found["TP8"])
+    assert text.startswith(
+        "TP4 x DP2 (measured) gives more output tokens a second than TP8 at the same time per token from "
+    )
+    start, tokens = float(text.split(" from ")[1].split()[0]), text.split("each gives ")[1].split()[0].rstrip(",")
+    assert start == pytest.approx(8.0, abs=0.1) and float(tokens.replace(",", "")) == pytest.approx(6250, rel=0.03)
+    # 3 + 0.11 n and, with half of them on each replica, 4 + 0.08 n meet at 33 in flight and 6.7 ms.
+    text = str(found["TP8 speculation"])
+    assert text.startswith("2 x TP4 speculation (from 4 devices' figures) gives more")
+    assert float(text.split(" from ")[1].split()[0]) == pytest.approx(6.7, abs=0.2)
+
+
+def test_one_that_is_always_better_and_two_that_have_nothing_in_common(tmp_path: Path) -> None:
+    write_eight(tmp_path / "a", tpot_ms=4.0, growth_ms=0.06, noise=0.0)
+    plain = next(each for each in comparisons(find_series(tmp_path / "a")) if each.wide.name == "TP8")
+    assert str(plain) == (
+        "TP8 gives more output tokens a second than TP4 x DP2 (measured) at the same time per token, whichever it is of the "
+        "6.0 to 7.8 ms that both have."
+    )
+    write_eight(tmp_path / "b", tpot_ms=1.0, growth_ms=0.01, noise=0.0)
+    plain = next(each for each in comparisons(find_series(tmp_path / "b")) if each.wide.name == "TP8")
+    assert str(plain) == (
+        "TP8 is faster than TP4 x DP2 (measured) at every load that was measured: "
+        "1.0 to 1.6 ms per token, and 6.0 to 8.5 ms."
+    )
+
+
+def test_the_report_says_what_replicas_give_and_draws_a_panel_for_each_kind(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from jaxserve.bench.charts_choices import parallelism
+
+    write_eight(tmp_path, tpot_ms=4.0, growth_ms=0.08)
+    code, output = command("report", str(tmp_path))
+    said = json.loads((tmp_path / "summary.json").read_text())["parallelism"]
+    assert code == 0 and len(said) == 2 and all(sentence in output for sentence in said)
+    assert said[0].replace("'", "&#x27;") in (tmp_path / "report.html").read_text()
+    figure = parallelism(find_series(tmp_path))
+    assert figure is not None
+    titles = [axes.get_title() for axes in figure.axes]
+    assert [title.split(" (")[0] for title in titles] == [
+        "TP8:\nTensor or data parallelism on 8 devices", "TP8 speculation:\nTensor or data parallelism on 8 devices",
+    ]  # fmt: skip
+    labels = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
+    assert labels[0] == ["tensor parallel on 8", "data parallel on 8, 4 each (measured)"]
+    assert labels[1] == ["tensor parallel on 8", "data parallel on 8, 4 each (from 4 devices' figures)"]
 
 
 def test_unfinished_loads_are_no_part_of_a_series(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_gpus")
-@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
 def test_memory_is_for_the_model_and_the_steps(num_devices: int) -> None:
     config = preset_config("llama-3-70b")
     peers = build._peer_memory(config, make_mesh(jax.devices(), num_devices), BFLOAT16, 300)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("hopper")
 MAX_ROWS = 256  # more than there are multiprocessors
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[2, 4, 8])
 def mesh(request: pytest.FixtureRequest) -> Mesh:
     if len(jax.devices()) < request.param:
         pytest.skip(f"needs {request.param} GPUs, {len(jax.devices())} are here")
@@ -35,11 +35,11 @@ def empty_words(memory: jax.Array, layout: PeerLayout) -> bool:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_one_card_exchanges_with_itself(ranks: int):
     """Several exchanges with one memory, of different sizes."""
-    layout = PeerLayout(ranks, 16, 4 * 4096)
+    layout = PeerLayout(ranks, 16, 4 * 8192)
     memory = jax.block_until_ready(jnp.tile(empty_memory(layout)[None], (ranks, 1)))
     first = memory.unsafe_buffer_pointer()
     table = jnp.asarray(address_table([first + 4 * layout.words * rank for rank in range(ranks)]))
-    for seed, (rows, size, parts) in enumerate([(1, 4096, None), (3, 1024, None), (16, 4096, None), (2, 4096, 4)] * 2):
+    for seed, (rows, size, parts) in enumerate([(1, 8192, None), (3, 1024, None), (16, 4096, None), (2, 8192, 4)] * 2):
         x, update, weight = problem = make_problem(ranks, rows, size, parts, seed)
         copies = jnp.tile(x[None], (ranks, 1, 1))
         results = all_reduce_add_rms_norm_mosaic_gpu(copies, update, weight, table, eps=EPS, layout=layout)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.kernels.all_reduce_add_rms_norm import all_reduce_add_rms_norm
 from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import all_reduce_add_rms_norm_mosaic_gpu, unsupported_reason
+from jaxserve.kernels.peer_exchange import PairwiseSum
 from jaxserve.kernels.peer_memory import EMPTY, PeerLayout, address_table, empty_memory, make_peer_memory
 from jaxserve.kernels.quantize_rows import Float8Product, Float8Rows, quantize_rows
 from tests.kernels.all_reduce_add_rms_norm_cases import AXIS, EPS, check, make_problem, on_mesh
@@ -93,14 +94,70 @@ def test_plain_xla_takes_and_gives_the_same_forms(rounds: bool) -> None:
     assert results[1].dtype == (jnp.float8_e4m3fn if rounds else x.dtype)
 
 
-def test_every_device_finds_the_others_by_the_bits_in_which_ranks_differ():
-    addresses = [0x7F00_0000_0000 + 0x1234_5678 * rank for rank in range(4)]
+@needs_mosaic
+@pytest.mark.parametrize("form", ["bfloat16", "float32 parts", "unscaled"])
+def test_the_longest_rows_have_a_kernel_for_eight_devices(form: str) -> None:
+    """It is lowered for a GPU, exchange included; what the GPU's compiler makes of it only a GPU's machine can tell."""
+    rows, size = 64, 8192  # of Llama-3-70B
+    layout = PeerLayout(8, 256, 4 * size)
+    shape = jax.ShapeDtypeStruct
+    x = shape((1, rows, size), jnp.bfloat16)
+    update, more = {
+        "bfloat16": (x, ()),
+        "float32 parts": (shape((1, 2, rows, size), jnp.float32), ()),
+        "unscaled": (
+            shape((1, rows, size), jnp.float32),
+            (shape((1, rows), jnp.float32), shape((1, size), jnp.float32)),
+        ),
+    }[form]
+    assert unsupported_reason(x.update(shape=x.shape[1:]), update.dtype, layout) is None
+    kernel = functools.partial(all_reduce_add_rms_norm_mosaic_gpu, eps=EPS, layout=layout, rounds=form == "unscaled")
+    table = shape((1, layout.table_words), jnp.int32)
+    traced = jax.jit(kernel).trace(x, update, shape((size,), jnp.float32), table, *more)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+class Sum(str):
+    """An addition, written out."""
+
+    def __add__(self, other: str) -> "Sum":
+        return Sum(f"({self}{other})")
+
+
+@pytest.mark.parametrize(("ranks", "order"), [(2, "(01)"), (4, "((01)(23))"), (8, "(((01)(23))((45)(67)))")])
+def test_all_devices_add_in_the_same_order_up_to_that_of_two_numbers(ranks: int, order: str) -> None:
+    """So all get the same bits: the device of rank r has that of rank r ^ i at place i."""
+    for rank in range(ranks):
+        sums = PairwiseSum(Sum(rank))
+        for place in range(1, ranks):
+            sums.add(Sum(rank ^ place))
+        assert normal_order(sums.total) == order
+
+
+def normal_order(text: str) -> str:
+    """A sum with the smaller of two parts first, which changes no bit of it."""
+    if not text.startswith("("):
+        return text
+    depth, middle = 0, 1
+    while middle == 1 or depth:
+        depth += {"(": 1, ")": -1}.get(text[middle], 0)
+        middle += 1
+    return "(" + "".join(sorted((normal_order(text[1:middle]), normal_order(text[middle:-1])), key=first_digit)) + ")"
+
+
+def first_digit(text: str) -> str:
+    return text.strip("()")[0]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_every_device_finds_the_others_by_the_bits_in_which_ranks_differ(ranks: int):
+    addresses = [0x7F00_0000_0000 + 0x1234_5678 * rank for rank in range(ranks)]
     table = address_table(addresses)
     assert table.dtype == np.int32
-    assert table.shape == (4, PeerLayout(4, 1, 128).table_words)
+    assert table.shape == (ranks, PeerLayout(ranks, 1, 128).table_words)
     found = table.view(np.int64)
-    for rank in range(4):
-        for place in range(4):
+    for rank in range(ranks):
+        for place in range(ranks):
             assert found[rank, place] == addresses[rank ^ place]
             # What a device calls `place` calls it by the same number.
             assert found[rank ^ place, place] == addresses[rank]
@@ -114,6 +171,14 @@ def test_slots_begin_empty_and_counters_at_zero():
     assert (memory[:counters] == 0).all()
     assert (memory[counters:] == EMPTY).all()
     assert memory[counters:].nbytes == 2 * 3 * 2 * 256  # even and odd exchanges, rows, senders
+
+
+def test_memory_beyond_what_an_int32_counts_is_empty_too() -> None:
+    """Of eight devices, rows of 8192 float32 and 4096 sequences: 2 GiB."""
+    layout = PeerLayout(8, 4096, 4 * 8192)
+    assert layout.words == 4096 + 2 * 4096 * 8 * 8192
+    traced = str(jax.make_jaxpr(lambda: empty_memory(layout))())  # to make it would take too long
+    assert "iota" in traced and " mul " not in traced, "four times the number of a word is beyond an int32"
 
 
 @pytest.mark.parametrize(
