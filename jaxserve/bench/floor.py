@@ -109,8 +109,14 @@ def step_floor_ms(
     bandwidth = bandwidth or MEASURED_BANDWIDTH.get(device_kind)
     if bandwidth is None:
         return None
-    cache = batch * context * kv_bytes_per_token(config, dtype if cache_dtype is None else cache_dtype)
+    token_bytes = kv_bytes_per_token(config, dtype if cache_dtype is None else cache_dtype)
+    cache = batch * attended_tokens(config, context) * token_bytes
     return (weight_bytes_per_step(config, dtype) + cache) / (bandwidth * num_devices) * 1e3
+
+
+def attended_tokens(config: ModelConfig, context: float) -> float:
+    """Tokens of this context that the next one looks at: all, or those of the sliding window."""
+    return context if config.sliding_window is None else min(context, float(config.sliding_window))
 
 
 def prompt_floor_ms(
@@ -120,7 +126,11 @@ def prompt_floor_ms(
     longer. Only the last token passes the head.
     """
     head = config.hidden_size * config.vocab_size
-    attention = 2 * config.num_layers * config.num_heads * config.head_dim * tokens**2  # causal pairs only
+    seen = attended_tokens(config, tokens)
+    pairs = (
+        seen**2 / 2 + (tokens - seen) * seen
+    )  # causal: each token with those before it, in the window if there is one
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
     operations = 2 * (num_step_weights(config) - head) * tokens + 2 * head + attention
     seconds = max(weight_bytes_per_step(config, dtype) / ceiling.bandwidth, operations / ceiling.matrix_rate)
     return seconds / num_devices * 1e3
@@ -128,5 +138,5 @@ def prompt_floor_ms(
 
 def operations_per_token(config: ModelConfig, context: float) -> float:
     """Floating-point operations that one token at this context takes: products with weights, and attention."""
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * context
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * attended_tokens(config, context)
     return 2 * num_step_weights(config) + attention

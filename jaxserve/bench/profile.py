@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxserve.bench.floor import Ceiling
+from jaxserve.bench.floor import Ceiling, attended_tokens
 from jaxserve.bench.in_process import InProcessTarget
 from jaxserve.bench.records import RequestRecord
 from jaxserve.bench.workload import Prompts
@@ -201,7 +201,8 @@ def scope_floors(
         for name, arrays in _WEIGHTS_OF.items()
     }
     read["lm_head"] = config.hidden_size * config.vocab_size * dtype.itemsize
-    read["attention"] = batch * context * kv_bytes_per_token(config, dtype if cache_dtype is None else cache_dtype)
+    token_bytes = kv_bytes_per_token(config, dtype if cache_dtype is None else cache_dtype)
+    read["attention"] = batch * attended_tokens(config, context) * token_bytes
     return {name: num_bytes / (ceiling.bandwidth * num_devices) for name, num_bytes in read.items()}
 
 

@@ -135,6 +135,21 @@ def test_operations_of_a_token_are_two_a_weight_and_those_of_attention() -> None
     assert operations_per_token(config, 1000) - operations_per_token(config, 0) == 4 * 32 * 32 * 128 * 1000
 
 
+def test_a_sliding_window_bounds_what_a_token_looks_at() -> None:
+    config, bfloat16 = preset_config("llama-3-8b"), jnp.dtype(jnp.bfloat16)
+    slides, ceiling = replace(config, sliding_window=1000), Ceiling(3e12, 1.0, "table")  # products take longest
+    for context, seen in ((400, 400), (3000, 1000)):
+        step, bounded = (
+            step_floor_ms(part, bfloat16, "a card", batch=8, context=part_context, num_devices=1, bandwidth=1e12)
+            for part, part_context in ((config, seen), (slides, context))
+        )
+        assert step == bounded
+        assert operations_per_token(slides, context) == operations_per_token(config, seen)
+    products = [prompt_floor_ms(part, bfloat16, ceiling, tokens=3000, num_devices=1) for part in (config, slides)]
+    # 2000 of the tokens look at 1000 each in place of at 1000 to 3000.
+    assert products[0] - products[1] == pytest.approx(4 * 32 * 32 * 128 * (2000 * 1000) * 1e3, rel=1e-6)
+
+
 def test_a_device_that_is_not_in_the_table_is_measured() -> None:
     ceiling = device_ceiling(jax.devices("cpu")[0])
     assert ceiling.origin == "measured"

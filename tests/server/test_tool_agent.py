@@ -51,7 +51,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIService
     model = write_tiny_llama(
         tmp_path_factory.mktemp("model") / "model", chat_template=TEMPLATE, max_position_embeddings=2048
     )
-    config = EngineConfig(device="cpu", max_num_seqs=2, max_num_batched_tokens=64)
+    config = EngineConfig(device="cpu", max_num_seqs=1, max_num_batched_tokens=32)
     service = launch(str(model), config, NoProgress(), MODEL)
     yield service
     service.close()
