@@ -77,7 +77,9 @@ class DraftBacklog:
 
     def seconds(self, counts: Rows[int], seconds: ShowingSeconds) -> float:
         """What it takes at most to show as many tokens of each of some rows."""
-        return sum(seconds(0, sum(group)) for group in self._groups(counts))
+        most = self._limits.max_num_batched_tokens
+        parts = [min(most, count - first) for count in counts for first in range(0, count, most)]
+        return sum(seconds(0, sum(group)) for group in self._groups(parts))
 
     def show(self, rows: Rows[DecodeRow], counts: Rows[int]) -> tuple[tuple[PrefillChunk, ...], ...]:
         """Counts as seen so many of the tokens that each row is behind, from the first; groups in which to show them."""

@@ -97,11 +97,17 @@ def simulate_drafting(
     times: of showing, as the engine has measured them; None: the engine does not speculate.
     """
     drafting = None if times is None else DraftLengths("test", (DRAFTS,), max_rows, adaptive=adaptive)
+
+    def showing(num_decode: int, num_tokens: int) -> float:
+        if times is None or num_tokens > limits.max_num_batched_tokens:
+            raise ValueError(f"{num_tokens} tokens fit no program")
+        return times.showing(num_decode, num_tokens)
+
     simulator = Simulator(
         limits,
         device,
         drafting=drafting,
-        showing_seconds=None if times is None else times.showing,
+        showing_seconds=None if times is None else showing,
         sample=device.sample,
     )
     return simulator.run(trace)

@@ -52,9 +52,13 @@ def showing_harness(
     lengths: DraftLengths, limits: SchedulerLimits | None = None, *, accuracy: float = 1.0, host_pages: int = 0
 ) -> Harness:
     harness = Harness(limits or make_limits(), host_pages=host_pages)
-    harness.scheduler = Scheduler(
-        harness.limits, host_pages=harness.host, drafting=lengths, showing_seconds=lambda rows, tokens: 0.0
-    )
+
+    def nothing(num_decode: int, num_tokens: int) -> float:
+        if num_tokens > harness.limits.max_num_batched_tokens:
+            raise ValueError(f"{num_tokens} tokens fit no program")
+        return 0.0
+
+    harness.scheduler = Scheduler(harness.limits, host_pages=harness.host, drafting=lengths, showing_seconds=nothing)
     harness.runner = SeeingRunner(harness.limits, accuracy, 0)
     return harness
 
