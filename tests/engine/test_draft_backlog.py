@@ -79,7 +79,7 @@ def force(harness: Harness, rng: random.Random) -> None:
 
 def run_random_traffic(seed: int, seen: Counter[str], *, host_pages: int = 0) -> None:
     rng = random.Random(seed)
-    limits = make_limits(max_len=40, pages=rng.choice([12, 18, 40]))
+    limits = make_limits(max_len=40, pages=rng.choice([12, 18, 40]), prefill_rows=rng.choice([2, 4]))
     harness = showing_harness(Whims(3, 4, rng), limits, accuracy=rng.choice([0.0, 0.7, 1.0]), host_pages=host_pages)
     for number in range(16):
         prompt = [7] * rng.randint(1, 12) + [rng.randrange(30) for _ in range(rng.randint(1, 12))]
@@ -145,6 +145,37 @@ def test_pages_of_an_answer_that_was_drafted_are_no_backlog_to_what_goes_on_with
         harness.add([*[number] * 6, *harness.outputs[key], 3, 4, 5], 6)
         harness.run()
     assert harness.scheduler.num_cached_tokens == 10 * 16
+    assert shown_chunks(harness) == []
+    assert runner_of(harness).num_lost == 0
+
+
+def test_pages_that_fill_beside_prompts_are_no_backlog_to_what_goes_on_with_them() -> None:
+    harness = showing_harness(Told())
+    key = harness.add([5] * 6, 14)
+    number = 0
+    while len(harness.outputs[key]) < 14:  # there is a prompt in every step
+        harness.add([100 + number], 1)
+        number += 1
+        harness.step()
+    harness.run()
+    assert not any(batch.num_drafts for batch in harness.runner.launched)
+    harness.add([*[5] * 6, *harness.outputs[key], 3, 4, 5], 6)
+    harness.run()
+    assert harness.scheduler.num_cached_tokens == 16
+    assert shown_chunks(harness) == []
+    assert runner_of(harness).num_lost == 0
+
+
+def test_forced_tokens_that_are_shown_are_no_backlog() -> None:
+    rng = random.Random(4)
+    harness = showing_harness(Told(), accuracy=0.6)
+    for number in range(8):
+        harness.add([number] * 6, 30)
+    while harness.scheduler.has_work or harness.pending is not None:
+        force(harness, rng)
+        harness.step()
+    harness.check_done()
+    assert harness.scheduler.num_forced_tokens > 20
     assert shown_chunks(harness) == []
     assert runner_of(harness).num_lost == 0
 
