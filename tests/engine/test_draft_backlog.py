@@ -14,6 +14,7 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from tests.engine.scheduler_harness import Harness, make_limits
 from tests.engine.seeing_device import SeeingRunner
+from tests.engine.test_draft_lengths import make_sequences
 
 
 class Whims(DraftLengths):
@@ -49,16 +50,21 @@ class Told(DraftLengths):
 
 
 def showing_harness(
-    lengths: DraftLengths, limits: SchedulerLimits | None = None, *, accuracy: float = 1.0, host_pages: int = 0
+    lengths: DraftLengths,
+    limits: SchedulerLimits | None = None,
+    *,
+    accuracy: float = 1.0,
+    host_pages: int = 0,
+    takes: float = 0.0,
 ) -> Harness:
     harness = Harness(limits or make_limits(), host_pages=host_pages)
 
-    def nothing(num_decode: int, num_tokens: int) -> float:
+    def seconds(num_decode: int, num_tokens: int) -> float:
         if num_tokens > harness.limits.max_num_batched_tokens:
             raise ValueError(f"{num_tokens} tokens fit no program")
-        return 0.0
+        return takes
 
-    harness.scheduler = Scheduler(harness.limits, host_pages=harness.host, drafting=lengths, showing_seconds=nothing)
+    harness.scheduler = Scheduler(harness.limits, host_pages=harness.host, drafting=lengths, showing_seconds=seconds)
     harness.runner = SeeingRunner(harness.limits, accuracy, 0)
     return harness
 
@@ -301,3 +307,36 @@ def test_nothing_is_caught_up_on_where_it_does_not_pay() -> None:
     harness.run()
     assert shown_chunks(harness) == []
     assert runner_of(harness).num_checked == 0
+
+
+@pytest.mark.parametrize("tokens", [16, 64])  # it catches up in parts, and at once
+def test_a_row_waits_before_it_catches_up_for_as_long_as_that_takes(tokens: int) -> None:
+    lengths = Told()  # a second is saved with each token
+    first = []
+    for takes in (1.0, 5.0):
+        harness = showing_harness(lengths, make_limits(tokens=tokens), takes=takes)
+        unshown_prompts(lengths, harness, range(10), max_tokens=40)
+        harness.run()
+        harness.check_done()
+        steps = [batch for batch in harness.runner.launched if not batch.prefill]
+        first.append(next(place for place, batch in enumerate(steps) if batch.catch_up))
+    # 1.25 times what showing the prompt would have taken must be saved first, and then what it takes to catch up.
+    assert first[0] <= 4
+    assert 10 <= first[1] <= 14
+
+
+def test_what_catching_up_takes_is_no_part_of_what_drafts_take() -> None:
+    told = Told()
+    harness = showing_harness(told)
+    unshown_prompts(told, harness, range(10))
+    harness.step()
+    harness.run()
+    drafting = next(batch for batch in harness.runner.launched if batch.catch_up)
+    plain = next(batch for batch in harness.runner.launched if not batch.prefill and not batch.num_drafts)
+    lengths = DraftLengths("test", (3,), 4)
+    scheduler = showing_harness(lengths, takes=3.0).scheduler
+    for _ in range(3):
+        scheduler.observe_step(plain, 12.0)
+        scheduler.observe_step(drafting, 13.0)
+    tokens = lengths.expected_tokens(make_sequences(1), 3, 1)
+    assert lengths.saving(1) == pytest.approx(12.0 / 1.02 - 10.0 / tokens)

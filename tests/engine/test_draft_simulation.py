@@ -77,6 +77,7 @@ def test_a_step_is_never_held_up_for_long_by_what_is_caught_up_on() -> None:
     for index in range(0, 200, 50):
         crowd[index] = replace(crowd[index], prompt_token_ids=tuple(range(8000 + index)), num_output=2000)
     _, batches = simulated(crowd, 64)
-    shown = [sum(len(chunk.token_ids) for group in batch.catch_up for chunk in group) for batch in batches]
-    assert 0 < max(shown) <= 64 * 64
-    assert max(len(batch.catch_up) for batch in batches) <= 5
+    for batch in batches:
+        shown = [len(chunk.token_ids) for group in batch.catch_up for chunk in group]
+        assert sum(count for count in shown if count > 64) <= limits(64).max_num_batched_tokens
+    assert any(batch.catch_up for batch in batches)
