@@ -115,13 +115,20 @@ class Buckets:
             return Bucket(_smallest(self.decode_rows, rows, "decode rows"), 0, 0)
         if len(batch.prefill) > self.prefill_rows:
             raise ValueError(f"{len(batch.prefill)} prefill chunks exceed the {self.prefill_rows} that were compiled")
-        tokens = batch.num_tokens - rows
-        if not rows and self.prefill_only_tokens:
-            return Bucket(0, self.prefill_rows, _smallest(self.prefill_only_tokens, tokens, "prefill tokens"))
+        return self.for_prompts(rows, batch.num_tokens - rows)
+
+    def for_prompts(self, decode_rows: int, prefill_tokens: int) -> Bucket:
+        """The smallest bucket that holds so many tokens of prompts beside those who decode.
+
+        Raises:
+            ValueError: as `for_batch`.
+        """
+        if not decode_rows and self.prefill_only_tokens:
+            return Bucket(0, self.prefill_rows, _smallest(self.prefill_only_tokens, prefill_tokens, "prefill tokens"))
         return Bucket(
-            _smallest(self.mixed_decode_rows, rows, "decode rows beside prefill"),
+            _smallest(self.mixed_decode_rows, decode_rows, "decode rows beside prefill"),
             self.prefill_rows,
-            _smallest(self.prefill_tokens, tokens, "prefill tokens"),
+            _smallest(self.prefill_tokens, prefill_tokens, "prefill tokens"),
         )
 
 

@@ -30,6 +30,7 @@ from jaxserve.engine.memory_plan import HostMemory, MemoryPlan
 from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.showing_times import ShowingTimes
 from jaxserve.engine.step_pace import StepPace
 from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import unsupported_reason
@@ -312,6 +313,7 @@ def build_engine(
                 buckets.prefill_tokens, None if _platform(mesh) == "cpu" else _GPU_BALANCED_TOKENS
             ),
             drafting=None if config.speculative_config is None else _draft_lengths(config.speculative_config, buckets),
+            showing_seconds=None if runner.showing_seconds is None else ShowingTimes(buckets, runner.showing_seconds),
         ),
         runner=runner if leader is None else LeadingRunner(runner, leader),
         device_kind=mesh.devices.flat[0].device_kind,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxserve.engine.draft_record import DraftRecord
 from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
@@ -16,7 +17,6 @@ _COMMON_MEMORY = 0.98  # of all sequences' drafts, with each that brings some
 _FEW = 3  # steps of a kind that show what it takes
 _OUTLIER = 2.0  # a step that takes this many times as long as usual counts as this long
 _PROBE_COST = 0.01  # of all time, that is spent on seeing whether drafts would pay by now
-_MOST_ROUNDS = 1000  # steps between two probes at most
 _LEAST_GAIN = 1.02  # of the throughput without drafts: they must be worth more than how well it is known
 
 
@@ -52,6 +52,17 @@ class SpeculativeStats:
         )
 
 
+class Trial(NamedTuple):
+    """Rows that cannot draft in a step as it is, but that could be made to, to see what drafts bring.
+
+    Attributes:
+        seconds: that it takes.
+    """
+
+    sequences: tuple[Sequence, ...] = ()
+    seconds: float = 0.0
+
+
 @dataclass
 class _StepTime:
     """Mean seconds of one kind of step, the latest counting most."""
@@ -71,8 +82,8 @@ class DraftLengths:
 
     What drafts bring follows from how often each sequence's were right lately, and what they cost from how long steps with
     and without them took at that number of rows. All rows of a step may bring as many: the step is padded to that in any
-    case. Where drafts do not pay, one step in many brings some nevertheless, so that a change is noticed; how many depends
-    on what that costs.
+    case, and takes as long where only some do. Where drafts do not pay, one step in many brings some nevertheless, so that a
+    change is noticed; how many depends on what that costs.
 
     Args:
         lengths: numbers of drafts that are compiled, ascending.
@@ -86,7 +97,7 @@ class DraftLengths:
         self._max_rows = max_rows
         self._adaptive = adaptive
         self._common = DraftRecord()
-        self._times: dict[tuple[int, int], _StepTime] = {}  # by the bit length of the number of rows, and drafts
+        self._times: dict[tuple[int, int], _StepTime] = {}  # by `_size` of the number of rows, and drafts
         self._plain_steps = 0  # since the last one with drafts
         self._num_drafts = 0
         self._num_draft_tokens = 0
@@ -97,20 +108,45 @@ class DraftLengths:
         accepted = tuple(self._accepted)
         return SpeculativeStats(self._method, self._num_drafts, self._num_draft_tokens, sum(accepted), accepted)
 
-    def choose(self, sequences: Rows[Sequence]) -> int:
-        """Drafts that the next step's rows may bring: one of the compiled numbers, or 0."""
-        if len(sequences) > self._max_rows:
+    @property
+    def is_adaptive(self) -> bool:
+        return self._adaptive
+
+    def choose(self, ready: Rows[Sequence], others: int = 0, trial: Trial | None = None) -> int:
+        """Drafts that the next step's rows may bring: one of the compiled numbers, or 0.
+
+        Args:
+            ready: sequences that can bring drafts.
+            others: rows of the step that cannot.
+            trial: of the others, those that could be made to. If none is ready and the choice is not 0, they are wanted.
+        """
+        num_rows = len(ready) + others
+        if num_rows > self._max_rows:
             return 0
         if not self._adaptive:
-            return self._lengths[-1]
-        length = self._best(sequences)
+            return self._lengths[-1] if ready else 0
+        length = self._best(ready, num_rows, trial or Trial())
         self._plain_steps = 0 if length else self._plain_steps + 1
         return length
+
+    def saving(self, num_rows: int) -> float | None:
+        """Seconds that drafts save with each token of so many rows, if all of them bring some; None: it is not known yet.
+
+        It is negative where they do not pay.
+        """
+        if num_rows > self._max_rows:
+            return -math.inf
+        plain, drafting = self._time(num_rows, 0), [self._time(num_rows, length) for length in self._lengths]
+        if plain is None or None in drafting:
+            return None
+        right = self._common.acceptance(_PRIOR_ACCEPTANCE)
+        took = zip(self._lengths, drafting, strict=True)
+        return plain / _LEAST_GAIN - min(seconds / _tokens(right, length) for length, seconds in took if seconds)
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """Takes in what a step took."""
         if not batch.prefill:
-            self._times.setdefault((len(batch.decode).bit_length(), batch.num_drafts), _StepTime()).add(seconds)
+            self._times.setdefault((_size(len(batch.decode)), batch.num_drafts), _StepTime()).add(seconds)
 
     def observe_tokens(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
         """Takes in what the model kept of a step's drafts."""
@@ -127,39 +163,51 @@ class DraftLengths:
                 row.sequence.draft_record.add(drafted, count - 1, _MEMORY)
                 self._common.add(drafted, count - 1, _COMMON_MEMORY)
 
-    def _best(self, sequences: Rows[Sequence]) -> int:
-        bits = len(sequences).bit_length()
-        plain = self._times.get((bits, 0))
-        if plain is None or plain.count < _FEW:
+    def expected_tokens(self, sequences: Rows[Sequence], length: int, num_rows: int) -> float:
+        """Tokens of a row, on average, where these of the step's sequences bring so many drafts."""
+        common = self._common.acceptance(_PRIOR_ACCEPTANCE)
+        drafting = sum(_tokens(sequence.draft_record.acceptance(common), length) for sequence in sequences)
+        return (drafting + num_rows - len(sequences)) / num_rows
+
+    def _best(self, ready: Rows[Sequence], num_rows: int, trial: Trial) -> int:
+        plain = self._time(num_rows, 0)
+        if plain is None or not (ready or trial.sequences):
             return 0  # costs nothing, and shows what drafts must beat
-        best, best_rate = 0, _LEAST_GAIN / plain.seconds
+        best, best_rate = 0, _LEAST_GAIN / plain
         for length in self._lengths:
-            known = self._times.get((bits, length))
-            if known is None or known.count < _FEW:
+            seconds = self._time(num_rows, length)
+            if seconds is None:
                 return length
-            rate = self._expected_tokens(sequences, length) / known.seconds
+            rate = self.expected_tokens(ready, length, num_rows) / seconds
             if rate > best_rate:
                 best, best_rate = length, rate
-        return best or self._probe(sequences, bits, plain.seconds)
+        return best or self._probe(ready, num_rows, plain, trial)
 
-    def _expected_tokens(self, sequences: Rows[Sequence], length: int) -> float:
-        """Tokens that a step with so many drafts gives a sequence, on average."""
-        common = self._common.acceptance(_PRIOR_ACCEPTANCE)
-        total = 0.0
-        for sequence in sequences:
-            right = sequence.draft_record.acceptance(common)
-            total += sum(right**position for position in range(length + 1))
-        return total / len(sequences)
-
-    def _probe(self, sequences: Rows[Sequence], bits: int, plain: float) -> int:
+    def _probe(self, ready: Rows[Sequence], num_rows: int, plain: float, trial: Trial) -> int:
         """A length, if it is time to see whether drafts would pay by now; 0: it is not.
 
         What such a step is expected to lose, in steps without drafts, decides how seldom there is one.
         """
+        drafting, more = (ready, 0.0) if ready else trial
         losses = {
-            length: self._times[bits, length].seconds / plain - self._expected_tokens(sequences, length)
+            length: ((self._time(num_rows, length) or 0.0) + more) / plain
+            - self.expected_tokens(drafting, length, num_rows)
             for length in self._lengths
         }
         length = min(losses, key=lambda length: losses[length])
-        rounds = min(_MOST_ROUNDS, math.ceil(losses[length] / _PROBE_COST))
-        return length if self._plain_steps >= rounds else 0
+        return length if self._plain_steps >= math.ceil(losses[length] / _PROBE_COST) else 0
+
+    def _time(self, num_rows: int, num_drafts: int) -> float | None:
+        """Seconds of a step that only decodes; None: too few were seen."""
+        known = self._times.get((_size(num_rows), num_drafts))
+        return None if known is None or known.count < _FEW else known.seconds
+
+
+def _size(num_rows: int) -> int:
+    """The same for numbers of rows up to a power of two, as they are padded: 1, 2, 3 to 4, 5 to 8, ..."""
+    return (num_rows - 1).bit_length()
+
+
+def _tokens(right: float, length: int) -> float:
+    """Tokens that a row with so many drafts is expected to give, each of which is right with this probability."""
+    return sum(right**position for position in range(length + 1))

@@ -20,8 +20,6 @@ from jaxserve.models.prompt_lookup import look_up
 from jaxserve.models.speculative_sampling import Drafts
 from jaxserve.sampling_params import SamplingMode
 
-CATCH_UP_TOKENS = 32
-
 
 class DraftStep(NamedTuple):
     """One step as a drafter sees it.
@@ -74,7 +72,7 @@ class Drafter(Protocol):
 
     Attributes:
         has_probabilities: whether drafts come with those, so that rejection sampling can serve rows without a seed.
-        reads_prompts: whether `feed` must see every step with prefill, and `catch_up` every token of steps without drafts.
+        reads_prompts: whether `feed` must see all tokens but those of steps with drafts.
         uses_target_cache: whether `memory` is the target's own KV cache.
         params_specs, memory_specs: `PartitionSpec`s of both, as `jax.shard_map` takes them.
     """
@@ -95,11 +93,11 @@ class Drafter(Protocol):
         ...
 
     def feed(self, params: Any, memory: Any, step: DraftStep) -> Any:
-        """Takes in a step with prefill, in which nothing is drafted."""
-        ...
+        """Takes in the chunks of a step in which nothing is drafted, and the last two tokens of each of its decode rows.
 
-    def catch_up(self, params: Any, memory: Any, step: DraftStep, behind: Int32[Array, ""]) -> Any:
-        """Takes in `CATCH_UP_TOKENS` tokens of each decode row that it has not seen: the last ones but for `behind`."""
+        Chunks are prompts, or what the drafter has not seen of sequences that decode. Two tokens are what a sequence that
+        drafted in the step before may lack.
+        """
         ...
 
 
@@ -128,8 +126,4 @@ class PromptLookup:
 
     def feed(self, params: Any, memory: Any, step: DraftStep) -> Any:
         del params, step
-        return memory
-
-    def catch_up(self, params: Any, memory: Any, step: DraftStep, behind: Int32[Array, ""]) -> Any:
-        del params, step, behind
         return memory

@@ -135,13 +135,6 @@ class EagleDrafter:
         del params, step
         return memory
 
-    def catch_up(
-        self, params: HeadArrays, memory: EagleMemory, step: DraftStep, behind: Int32[Array, ""]
-    ) -> EagleMemory:
-        """See `Drafter`: it never falls behind."""
-        del params, step, behind
-        return memory
-
     def observe(self, params: HeadArrays, memory: EagleMemory, step: DraftStep, seen: Seen) -> EagleMemory:
         """See `HeadDrafter`."""
         batch = _pairs(step, seen)
@@ -198,11 +191,6 @@ class MedusaDrafter:
     def feed(self, params: HeadArrays, memory: Array, step: DraftStep) -> Array:
         """See `Drafter`: prompts come with their hidden states, in `observe`."""
         del params, step
-        return memory
-
-    def catch_up(self, params: HeadArrays, memory: Array, step: DraftStep, behind: Int32[Array, ""]) -> Array:
-        """See `Drafter`: it never falls behind."""
-        del params, step, behind
         return memory
 
     def observe(self, params: HeadArrays, memory: Array, step: DraftStep, seen: Seen) -> Array:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.config import ModelConfig
 from jaxserve.engine.decode_state import decode_batch, sampling_arrays, with_prefill
-from jaxserve.engine.drafters import CATCH_UP_TOKENS, DraftStep
+from jaxserve.engine.drafters import DraftStep
 from jaxserve.engine.processor_state import rows_of
 from jaxserve.models import llama
 from jaxserve.models.batch import Batch
@@ -88,19 +88,13 @@ class ModelDrafter:
         _, memory = llama.forward(params, memory, batch, config=self.config, collectives=self.collectives)
         return memory
 
-    def catch_up(self, params: LlamaParams, memory: KVCache, step: DraftStep, behind: Int32[Array, ""]) -> KVCache:
-        """See `Drafter`."""
-        batch = self._latest(step, CATCH_UP_TOKENS, behind)
-        _, memory = llama.forward(params, memory, batch, config=self.config, collectives=self.collectives)
-        return memory
-
-    def _latest(self, step: DraftStep, width: int, behind: Int32[Array, ""] | int = 0) -> Batch:
-        """The last `width` tokens of every decode row, but for the `behind` very last ones.
+    def _latest(self, step: DraftStep, width: int) -> Batch:
+        """The last `width` tokens of every decode row.
 
         Two are what is not in the cache from one step with drafts to the next: the row's last token, and the last draft, if
         it was kept. Those before it were inputs of the drafting itself.
         """
-        places = step.kv_lens[:, None] - behind + jnp.arange(1 - width, 1, dtype=jnp.int32)[None, :]
+        places = step.kv_lens[:, None] + jnp.arange(1 - width, 1, dtype=jnp.int32)[None, :]
         tokens = jnp.take_along_axis(step.history, jnp.maximum(places, 0), axis=1)
         return decode_batch(step.state, step.slots, tokens, places, (places >= 0) & is_row(step), step.sizes)
 

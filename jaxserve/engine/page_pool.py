@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 
 from jaxserve.engine.host_pages import HostPages, OffloadStats, PageCopy
@@ -35,6 +36,7 @@ class PagePool:
         self._host = host
         self._tree = PrefixCache(host)
         self._caching = caching
+        self._shown = bytearray(num_pages)
 
     @property
     def num_free(self) -> int:
@@ -143,7 +145,19 @@ class PagePool:
             return None
         if missing > 0:
             self._allocator.free(self._tree.evict() for _ in range(missing))
-        return self._allocator.allocate(count)
+        pages = self._allocator.allocate(count)
+        for page in pages or ():
+            self._shown[page] = 0  # whatever comes to lie there: computed, or copied back from the host
+        return pages
+
+    def is_shown(self, page: int) -> bool:
+        """Whether a drafter with a KV cache of its own has seen all tokens of a full page, and all before them."""
+        return bool(self._shown[page])
+
+    def mark_shown(self, pages: Iterable[int]) -> None:
+        """Counts full pages as seen by such a drafter, until they are given to somebody else."""
+        for page in pages:
+            self._shown[page] = 1
 
     def keep_full_pages(self, sequence: Sequence) -> None:
         """Puts the pages of a running sequence into the tree that are full by now, with tokens that the host knows."""

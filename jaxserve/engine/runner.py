@@ -125,12 +125,15 @@ class ModelRunner:
         self._sample: dict[SampleProgram, Any] = {}
         self._set_slot: Any = None
         self._prompt_logprobs: Any = None
+        # As `ShowingTimes` has them, as far as they were measured; None: nothing is ever shown.
+        shows_prompts = drafting is not None and drafting.drafter.reads_prompts
+        self.showing_seconds: dict[Bucket, float] | None = {} if shows_prompts else None
 
     def warm_up(self, progress: Progress, *, compares: bool = True) -> None:
         """Compiles every program, in parallel; nothing is compiled after it.
 
         Args:
-            compares: choose between programs by what they take here; False where other hosts must choose the same.
+            compares: measure what programs take here, to choose by it; False where other hosts must choose the same.
         """
         speculating: list[Callable[[], None]] = []
         if self._speculator is not None:
@@ -149,6 +152,9 @@ class ModelRunner:
                 self._rehearse(advance)
             if compares:
                 self._serving = fastest_programs(self._measured_seconds())
+        if self._speculator is not None and self.showing_seconds is not None and compares:
+            all_sizes = not self._layerwise
+            self.showing_seconds = self._speculator.showing_seconds(self._programs, self._state, all_sizes=all_sizes)
 
     def _measured_seconds(self) -> dict[Bucket, float]:
         """What each program takes that prompts run in; the others have no choice."""

@@ -53,12 +53,17 @@ class ScheduledBatch:
     Attributes:
         copies: pages that go to host memory or come back from there, in this order, before the step.
         num_drafts: for which its program is made, at least that of each row; 0: a step without drafts.
+        is_shown: whether a drafter that reads prompts is shown the step's, if it has any.
+        catch_up: tokens of decode rows that such a drafter has not seen, and is shown before the step, one group after the
+            other; each fits a step.
     """
 
     decode: tuple[DecodeRow, ...]
     prefill: tuple[PrefillChunk, ...]
     copies: tuple[PageCopy, ...] = ()
     num_drafts: int = 0
+    is_shown: bool = True
+    catch_up: tuple[tuple[PrefillChunk, ...], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)

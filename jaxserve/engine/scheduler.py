@@ -10,7 +10,8 @@ from itertools import islice
 
 from jaxserve.engine.admission import has_room_for
 from jaxserve.engine.draft_lengths import DraftLengths, SpeculativeStats
-from jaxserve.engine.draft_rows import take_verified, with_drafts
+from jaxserve.engine.draft_planner import DraftPlan, DraftPlanner
+from jaxserve.engine.draft_showing import ShowingSeconds
 from jaxserve.engine.endings import take_tokens
 from jaxserve.engine.forced_tokens import begin_jump, choose_jumps
 from jaxserve.engine.host_pages import HostPages
@@ -39,6 +40,7 @@ class Scheduler:
         host_pages: where KV pages go that are evicted from the prefix tree; None: nowhere.
         pace: how much prefill a step may take on beside those who decode; None: as much as `limits` allow.
         drafting: how many tokens a step drafts; None: none.
+        showing_seconds: what it takes to show prompts to what drafts; None: it reads none.
         clock: seconds, of which outputs tell when they came.
     """
 
@@ -52,6 +54,7 @@ class Scheduler:
         pace: StepPace | None = None,
         prefill_sizes: PrefillSizes | None = None,
         drafting: DraftLengths | None = None,
+        showing_seconds: ShowingSeconds | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
@@ -69,7 +72,7 @@ class Scheduler:
         self._pending_outputs: list[RequestOutput] = []
         self._pace = pace
         self._budget = PrefillBudget(limits, pace, prefill_sizes)
-        self._drafting = drafting
+        self._drafting = None if drafting is None else DraftPlanner(drafting, limits, self.pages, showing_seconds)
         self._clock = clock
         self._refused: tuple[Sequence, int] | None = None  # the first in line, and free pages too few for it
         self._batch_places = 0  # who may still join the batch that runs, under static batching
@@ -123,12 +126,16 @@ class Scheduler:
         if unfinished or self.waiting:
             self.pages.begin_step(others_decode=bool(decode))
             prefill = self._schedule_prefill(unfinished, len(decode))
-        num_drafts = 0
-        if self._drafting is not None and decode and not prefill:  # prompts leave a step no time to spare
-            decode, num_drafts = self._add_drafts(decode, self._drafting)
-        # Copies that were decided for a step in which nothing runs go with the next one.
-        copies = self.pages.take_copies() if decode or prefill else ()
-        return ScheduledBatch(decode=tuple(decode), prefill=tuple(prefill), copies=copies, num_drafts=num_drafts)
+        plan = DraftPlan(decode) if self._drafting is None else self._drafting.plan(decode, prefill)
+        return ScheduledBatch(
+            decode=tuple(plan.decode),
+            prefill=tuple(prefill),
+            # Copies that were decided for a step in which nothing runs go with the next one.
+            copies=self.pages.take_copies() if decode or prefill else (),
+            num_drafts=plan.num_drafts,
+            is_shown=plan.is_shown,
+            catch_up=plan.catch_up,
+        )
 
     def update(self, batch: ScheduledBatch, sampled: SampledTokens) -> list[RequestOutput]:
         """Takes in the tokens of a launched step, and says what is new for the clients."""
@@ -142,8 +149,7 @@ class Scheduler:
             if sampled.prompt_logprobs is not None:
                 take_prompt_logprobs(batch.prefill, sampled.prompt_logprobs)
         if self._drafting is not None and batch.num_drafts:
-            self._drafting.observe_tokens(batch, sampled)
-            take_verified(batch, sampled)
+            self._drafting.take_verified(batch, sampled)
         for row, sequence in enumerate(rows):
             if not counts[row]:
                 continue
@@ -161,10 +167,11 @@ class Scheduler:
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learns from what a step took."""
-        comes_back = any(not copy.to_host for copy in batch.copies)
-        if self._pace is not None and not comes_back:
+        if any(not copy.to_host for copy in batch.copies):
+            return  # it had more to do than others of its kind
+        if self._pace is not None and not batch.catch_up:
             self._pace.observe(batch, seconds)
-        if self._drafting is not None and not comes_back:
+        if self._drafting is not None:
             self._drafting.observe_step(batch, seconds)
 
     def take_pending_outputs(self) -> list[RequestOutput]:
@@ -245,14 +252,6 @@ class Scheduler:
                     jumped.append(sequence)
         return jumped
 
-    def _add_drafts(self, rows: list[DecodeRow], drafting: DraftLengths) -> tuple[list[DecodeRow], int]:
-        """Lets rows bring drafts; with the number that the step is compiled for."""
-        length = drafting.choose([row.sequence for row in rows])
-        if not length:
-            return rows, 0
-        rows = [with_drafts(row, length, self.limits, self.pages) for row in rows]
-        return (rows, length) if any(row.num_drafts for row in rows) else (rows, 0)
-
     def _schedule_prefill(self, unfinished: list[Sequence], num_decode: int) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
         deepest, used = 0, 0
@@ -326,6 +325,8 @@ class Scheduler:
         """Lets a sequence go on with pages that hold its next tokens already; whether more of them are on their way."""
         before = sequence.num_computed
         is_waiting = self.pages.take(sequence, matched)
+        if self._drafting is not None:
+            self._drafting.take_cached(sequence, before)
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens += sequence.num_computed - before
             self.num_cached_tokens += sequence.num_computed - before
@@ -389,7 +390,7 @@ class Scheduler:
         self._give_back(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.is_decoding = False
-        sequence.num_computed = sequence.num_drafts_in_flight = 0
+        sequence.num_computed = sequence.num_drafts_in_flight = sequence.num_unshown = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.add_preempted(sequence)

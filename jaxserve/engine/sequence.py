@@ -31,6 +31,8 @@ class Sequence:
             bring several.
         num_drafts_in_flight: drafts in those steps at most: by so many `num_computed` may be too small, until they are
             fetched.
+        num_unshown: the last ones of the `num_computed` tokens, from the first on that a drafter which reads prompts has not
+            been shown.
         num_known_in_flight: of the steps in flight, those whose token the host knows already, since it was forced.
         forced_tokens: what its constraint leaves no choice about, from the token in flight on; for the next step alone.
         is_decoding: whether its slot on the device holds its last token, so that it goes on by decode rows; else its known
@@ -56,6 +58,7 @@ class Sequence:
     num_in_flight: int = 0
     num_drafts_in_flight: int = 0
     draft_record: DraftRecord = field(default_factory=DraftRecord)  # how often its drafts were right
+    num_unshown: int = 0
     num_known_in_flight: int = 0
     forced_tokens: tuple[int, ...] = ()
     is_decoding: bool = False

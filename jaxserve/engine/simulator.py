@@ -10,9 +10,12 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
+from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.draft_showing import ShowingSeconds
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.request import FinishReason, Request, RequestOutput
@@ -24,6 +27,12 @@ from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.sampling_params import SamplingParams
 
 _VOCABULARY = 32_000
+
+
+class StepTimes(Protocol):
+    """What a step takes, in seconds."""
+
+    def seconds(self, batch: ScheduledBatch) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -157,18 +166,23 @@ class Simulator:
 
     Args:
         on_step: called with every step that was decided, before its tokens come.
+        drafting, showing_seconds: as the scheduler takes them.
+        sample: what a step brings; it must be given with `drafting`, since `simulated_tokens` keeps no draft.
     """
 
     def __init__(
         self,
         limits: SchedulerLimits,
-        model: StepModel,
+        model: StepTimes,
         *,
         order: SchedulingOrder | None = None,
         pace: StepPace | None = None,
         prefill_sizes: PrefillSizes | None = None,
         prefix_caching: bool = True,
         on_step: Callable[[ScheduledBatch], None] = lambda batch: None,
+        drafting: DraftLengths | None = None,
+        showing_seconds: ShowingSeconds | None = None,
+        sample: Callable[[ScheduledBatch], SampledTokens] | None = None,
     ) -> None:
         self.now = 0.0
         self.scheduler = Scheduler(
@@ -177,8 +191,11 @@ class Simulator:
             order=order,
             pace=pace,
             prefill_sizes=prefill_sizes,
+            drafting=drafting,
+            showing_seconds=showing_seconds,
             clock=lambda: self.now,
         )
+        self._sample = sample or simulated_tokens
         self._limits = limits
         self._model = model
         self._on_step = on_step
@@ -213,7 +230,7 @@ class Simulator:
                 self._num_steps += 1
             if pending is not None:
                 self.now = max(self.now, pending[1])
-                self._take(self.scheduler.update(pending[0], _sampled(pending[0])))
+                self._take(self.scheduler.update(pending[0], self._sample(pending[0])))
                 self.scheduler.observe_step(pending[0], self.now - last_fetch)
                 last_fetch = self.now
             elif launched is None:
@@ -307,7 +324,7 @@ def poisson_trace(
     return trace
 
 
-def _sampled(batch: ScheduledBatch) -> SampledTokens:
+def simulated_tokens(batch: ScheduledBatch) -> SampledTokens:
     """Tokens that tell answers apart and depend on nothing but the request and their place."""
     sequences = [row.sequence for row in batch.decode] + [chunk.sequence for chunk in batch.prefill]
     tokens = [

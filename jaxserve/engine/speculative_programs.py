@@ -58,16 +58,6 @@ class SpeculativePrograms:
         specs = self.drafter.memory_specs
         return self._shard_map(per_device, (self.drafter.params_specs, specs, _WHOLE, _WHOLE), specs)
 
-    def catch_up(self, bucket: Bucket) -> Callable[..., Any]:
-        """(params, memory, state, packed step, tokens behind) -> memory, which may be donated."""
-
-        def per_device(params: Any, memory: Any, state: DecodeState, packed: Array, behind: Array) -> Any:
-            with jax.named_scope("drafter_catches_up"):
-                return self.drafter.catch_up(params, memory, self._step(state, packed, bucket, "greedy"), behind)
-
-        specs = self.drafter.memory_specs
-        return self._shard_map(per_device, (self.drafter.params_specs, specs, _WHOLE, _WHOLE, _WHOLE), specs)
-
     def observe(self, reader: HeadDrafter, bucket: Bucket) -> Callable[..., Any]:
         """(params, memory, state after the step, packed step, features, following[, `pack_verified`]) -> memory.
 

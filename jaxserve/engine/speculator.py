@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,12 +16,13 @@ import numpy as np
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.decode_state import DecodeState
 from jaxserve.engine.device_batch import Bucket, pack, packed_size
-from jaxserve.engine.drafters import CATCH_UP_TOKENS, Drafter
+from jaxserve.engine.drafters import Drafter
 from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.head_drafters import HeadDrafter
 from jaxserve.engine.processor_state import ProcessorState
 from jaxserve.engine.programs import ProgramFactory
-from jaxserve.engine.schedule import DecodeRow, ScheduledBatch
+from jaxserve.engine.schedule import PrefillChunk, ScheduledBatch
+from jaxserve.engine.showing_times import num_shown
 from jaxserve.engine.speculative_programs import SpeculativePrograms, resize_features
 from jaxserve.engine.token_masks import num_words
 from jaxserve.models.kv_cache import KVCache
@@ -32,8 +33,7 @@ from jaxserve.sharding.placement import put_replicated, replicated
 
 logger = logging.getLogger(__name__)
 
-# That are shown what they missed at a time: with `CATCH_UP_TOKENS` each, about what takes no longer than reading weights.
-_CATCH_UP_ROWS = 8
+_ROUNDS, _TIMED = 3, 2  # in which the time is measured that showing takes, and runs in each
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,6 @@ class Speculator:
         self._feed: dict[Bucket, Any] = {}
         self._observe: dict[Bucket, Any] = {}
         self._resize: dict[Bucket, Any] = {}
-        self._catch_up: Any = None
-        self._catch_up_bucket = Bucket(min(_CATCH_UP_ROWS, factory.sizes.max_num_seqs), 0, 0)
-        self._missed = np.zeros(factory.sizes.max_num_seqs, np.int64)  # last tokens of each slot that it has not seen
         self._verify: dict[VerifyProgram, Any] = {}
         self._set_history: Any = None
 
@@ -110,8 +107,7 @@ class Speculator:
     def programs(self) -> list[Any]:
         """Everything that was compiled."""
         several = self._draft, self._feed, self._observe, self._resize, self._verify
-        single = () if self._catch_up is None else (self._catch_up,)
-        return [*(program for programs in several for program in programs.values()), *single, self._set_history]
+        return [*(program for programs in several for program in programs.values()), self._set_history]
 
     def jobs(
         self, programs: ExecutableCache, cache: KVCache, state: DecodeState, processors: ProcessorState
@@ -133,7 +129,6 @@ class Speculator:
             *(partial(compiler.feed, bucket) for bucket in fed),
             *(partial(compiler.observe, bucket) for bucket in observed),
             *(partial(compiler.draft, DraftProgram(bucket, mode)) for bucket in drafted for mode in drafting_modes),
-            *((compiler.catch_up,) if reads else ()),
             *(partial(compiler.resize, bucket) for bucket in resized),
             *(
                 partial(compiler.verify, VerifyProgram(bucket, *kind))
@@ -162,7 +157,7 @@ class Speculator:
         processors: ProcessorState,
         packed: jax.Array,
     ) -> tuple[KVCache, Drafts | None]:
-        """Starts the drafting for a step, or shows it to the drafter where it has a prefill.
+        """Starts what the step has for the drafter: what it is to catch up on, the drafting, or prompts that it is shown.
 
         Args:
             mode: of sampling, that the step needs.
@@ -171,14 +166,15 @@ class Speculator:
         uses_cache = self._drafter.uses_target_cache
         memory = cache if uses_cache else self._memory
         if self._drafter.reads_prompts:
-            self._see(batch, bucket, state)
+            for group in batch.catch_up:
+                self._show_missed(group, state)
             memory = self._memory
         if bucket.num_drafts:
             kind: SamplingMode = "full" if mode != "greedy" and self._drafter.has_probabilities else "greedy"
             more = () if kind == "greedy" else (processors,)
             compiled = self._draft[DraftProgram(bucket, kind)]
             memory, drafts = compiled(self._drafting.params, memory, state, packed, *more)
-        elif bucket.prefill_rows and self._drafter.reads_prompts:
+        elif bucket.prefill_rows and self._drafter.reads_prompts and batch.is_shown:
             shown, packed = self._shown(batch, bucket, packed)
             memory, drafts = self._feed[shown](self._drafting.params, memory, state, packed), None
         else:
@@ -195,31 +191,44 @@ class Speculator:
             return bucket, packed
         return shown, put_replicated(pack(batch, shown, self._factory.sizes), self._replicated)
 
-    def _see(self, batch: ScheduledBatch, bucket: Bucket, state: DecodeState) -> None:
-        """Counts what the drafter misses of steps without drafts, and shows it all of it before a step with them."""
-        missed, slots = self._missed, [row.slot for row in batch.decode]
-        if bucket.num_drafts:
-            behind = [row for row in batch.decode if missed[row.slot]]
-            size = self._catch_up_bucket.decode_rows
-            for first in range(0, len(behind), size):
-                self._show_missed(behind[first : first + size], state)
-            missed[slots] = 0
-        elif bucket.prefill_rows:  # it sees the last token, which helps where it has seen those before
-            missed[slots] += missed[slots] > 0
-            for chunk in batch.prefill:
-                goes_on = missed[chunk.slot] and chunk.start >= chunk.sequence.num_prompt_tokens  # from forced tokens
-                missed[chunk.slot] = missed[chunk.slot] + len(chunk.token_ids) if goes_on else 0
-        else:
-            missed[slots] += 1
+    def _show_missed(self, chunks: Sequence[PrefillChunk], state: DecodeState) -> None:
+        """Shows the drafter tokens of sequences that decode, as it is shown prompts."""
+        step = ScheduledBatch(decode=(), prefill=tuple(chunks))
+        bucket = self._buckets.shown_for(self._buckets.for_batch(step))
+        self._feed_step(step, bucket, state)
 
-    def _show_missed(self, rows: Sequence[DecodeRow], state: DecodeState) -> None:
-        """Shows the drafter what it missed of a few rows, and their last tokens."""
-        step = ScheduledBatch(decode=tuple(rows), prefill=())
-        packed = put_replicated(pack(step, self._catch_up_bucket, self._factory.sizes), self._replicated)
-        most = max(int(self._missed[row.slot]) for row in rows)
-        for behind in reversed(range(0, most + 1, CATCH_UP_TOKENS)):  # later tokens look at the keys of earlier ones
-            number = put_replicated(np.int32(behind), self._replicated)
-            self._memory = self._catch_up(self._drafting.params, self._memory, state, packed, number)
+    def _feed_step(self, step: ScheduledBatch, bucket: Bucket, state: DecodeState) -> None:
+        packed = put_replicated(pack(step, bucket, self._factory.sizes), self._replicated)
+        self._memory = self._feed[bucket](self._drafting.params, self._memory, state, packed)
+
+    def showing_seconds(self, programs: ExecutableCache, state: DecodeState, *, all_sizes: bool) -> dict[Bucket, float]:
+        """What it takes to show the drafter a step, by its size as `Buckets.shown_for` has it; none: it is shown nothing.
+
+        Args:
+            all_sizes: False: of the smallest one alone, where padding costs as much as anything and measuring takes long.
+        """
+        buckets = {str(bucket): bucket for bucket in self._feed}
+        names = sorted(buckets, key=lambda name: num_shown(buckets[name]))[: None if all_sizes else 1]
+
+        def measure(wanted: Sequence[str]) -> Mapping[str, list[float]]:
+            # Round by round, so that what disturbs the machine for a while does not meet all rounds of a program.
+            rounds = [{name: self._time_feed(buckets[name], state) for name in wanted} for _ in range(_ROUNDS)]
+            return {name: [seconds[name] for seconds in rounds] for name in wanted}
+
+        for name in names:
+            self._time_feed(buckets[name], state)
+        seconds = programs.load_or_measure(f"showing of {', '.join(names)}", names, measure) if names else {}
+        return {buckets[name]: found for name, found in seconds.items()}
+
+    def _time_feed(self, bucket: Bucket, state: DecodeState) -> float:
+        """Seconds that it takes to show a step without anybody in it."""
+        nobody = ScheduledBatch(decode=(), prefill=())
+        jax.block_until_ready(self._memory)
+        started = time.perf_counter()
+        for _ in range(_TIMED):
+            self._feed_step(nobody, bucket, state)
+        jax.block_until_ready(self._memory)
+        return (time.perf_counter() - started) / _TIMED
 
     def observe(
         self,
@@ -298,13 +307,6 @@ class _Compiler:
         function = jax.jit(self.owner._functions.feed(bucket), donate_argnums=(1,))
         self.owner._feed[bucket] = self._load(
             f"feed drafter {bucket}", lambda: function.lower(*self._arguments(bucket)), bucket
-        )
-
-    def catch_up(self) -> None:
-        bucket = self.owner._catch_up_bucket
-        function = jax.jit(self.owner._functions.catch_up(bucket), donate_argnums=(1,))
-        self.owner._catch_up = self._load(
-            f"drafter catches up {bucket}", lambda: function.lower(*self._arguments(bucket), self._like(())), bucket
         )
 
     def observe(self, bucket: Bucket) -> None:

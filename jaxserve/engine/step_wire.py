@@ -51,7 +51,9 @@ def encode_step(batch: ScheduledBatch) -> bytes:
     decode = array("i", chain.from_iterable(columns)).tobytes()
     prefill = [_chunk_fields(chunk) for chunk in batch.prefill]
     copies = [tuple(copy) for copy in batch.copies]
-    return pickle.dumps((decode, batch.num_drafts, prefill, copies), pickle.HIGHEST_PROTOCOL)
+    catch_up = [[_chunk_fields(chunk) for chunk in group] for group in batch.catch_up]
+    step = decode, batch.num_drafts, prefill, copies, batch.is_shown, catch_up
+    return pickle.dumps(step, pickle.HIGHEST_PROTOCOL)
 
 
 class StepDecoder:
@@ -62,7 +64,7 @@ class StepDecoder:
 
     def decode_step(self, data: bytes) -> ScheduledBatch:
         """What `encode_step` was given, as far as a runner looks at it."""
-        decode, num_drafts, prefill, copies = pickle.loads(data)
+        decode, num_drafts, prefill, copies, is_shown, catch_up = pickle.loads(data)
         chunks = tuple(self._chunk(*fields) for fields in prefill)
         table = np.frombuffer(decode, np.int32).reshape(_ROW_FIELDS, -1).T.tolist()
         return ScheduledBatch(
@@ -70,6 +72,8 @@ class StepDecoder:
             prefill=chunks,
             copies=tuple(PageCopy(*copy) for copy in copies),
             num_drafts=num_drafts,
+            is_shown=is_shown,
+            catch_up=tuple(tuple(self._chunk(*fields) for fields in group) for group in catch_up),
         )
 
     def _chunk(

@@ -44,6 +44,7 @@ class DraftingRunner(FakeRunner):
         if not batch.num_drafts:
             return super().launch_forward(batch)
         self.launched.append(batch)
+        self._copy(batch)
         rows: list[_Row] = []
         for row in batch.decode:
             slot = self._slots[row.slot]

@@ -78,11 +78,7 @@ class FakeRunner:
 
     def launch_forward(self, batch: ScheduledBatch) -> FakePending:
         self.launched.append(batch)
-        for copy in batch.copies:
-            if copy.to_host:
-                self._host_pages[copy.place] = list(self._pages[copy.page])
-            else:
-                self._pages[copy.page] = list(self._host_pages[copy.place])
+        self._copy(batch)
         for chunk in batch.prefill:
             slot = _Slot(list(chunk.pages), chunk.start, chunk.sequence.seed, chunk.output_index)
             self._slots[self._check_slot(chunk.slot)] = slot
@@ -122,6 +118,13 @@ class FakeRunner:
 
     def close(self) -> None:
         self.is_closed = True
+
+    def _copy(self, batch: ScheduledBatch) -> None:
+        for copy in batch.copies:
+            if copy.to_host:
+                self._host_pages[copy.place] = list(self._pages[copy.page])
+            else:
+                self._pages[copy.page] = list(self._host_pages[copy.place])
 
     def _check_slot(self, slot: int) -> int:
         if not 0 <= slot < self._max_num_seqs:

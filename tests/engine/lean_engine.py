@@ -16,6 +16,7 @@ from jaxserve.engine.build_heads import place_head
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.draft_showing import ShowingSeconds
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler
@@ -34,6 +35,8 @@ def lean_engine(
     draft: Model | DraftHead | None = None,
     *,
     lengths: DraftLengths | None = None,
+    showing_seconds: ShowingSeconds | None = None,
+    caching: bool = True,
     tensor_parallel_size: int = 1,
     params: LlamaParams | None = None,
 ) -> Iterator[EngineClient]:
@@ -43,6 +46,8 @@ def lean_engine(
         draft: on the host, with a config that needs no other layout for several devices.
         params: of the model; None: those of `tiny_params`.
         lengths: chooses how many tokens are drafted; None: always as many as can be.
+        showing_seconds: what showing a drafter prompts is said to take; None: nothing.
+        caching: whether prompts that begin alike share pages.
     """
     limits = SchedulerLimits(
         max_num_seqs=3, max_num_batched_tokens=16, max_prefill_rows=3, max_model_len=64, page_size=4, num_pages=18
@@ -90,7 +95,12 @@ def lean_engine(
     engine = EngineClient(
         config=EngineConfig(seed=0),
         model_config=MODEL_CONFIG,
-        scheduler=Scheduler(limits, drafting=lengths),
+        scheduler=Scheduler(
+            limits,
+            drafting=lengths,
+            showing_seconds=None if runner.showing_seconds is None else showing_seconds or (lambda rows, tokens: 0.0),
+            prefix_caching=caching,
+        ),
         runner=runner,
         device_kind="cpu",
     )

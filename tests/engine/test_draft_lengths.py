@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
 import pytest
 
-from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.draft_lengths import DraftLengths, Trial
 from jaxserve.engine.request import Request
 from jaxserve.engine.schedule import DecodeRow, SampledTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence
@@ -92,3 +93,59 @@ def test_without_adapting_every_step_brings_as_many_as_it_can() -> None:
     device = Device(DraftLengths("test", (2, 4), 8, adaptive=False), 2, seconds_per_draft=1.0)
     device.run(20, acceptance=0.0)
     assert set(device.chosen) == {4}
+
+
+def test_what_drafts_save_with_a_token_is_known_when_steps_of_all_kinds_were_seen() -> None:
+    lengths = DraftLengths("test", (2, 4), 8)
+    device = Device(lengths, 5, seconds_per_draft=1e-3)
+    assert lengths.saving(5) is None
+    device.run(4, acceptance=0.9)
+    assert lengths.saving(5) is None
+    device.run(500, acceptance=0.9)
+    saving = lengths.saving(5)
+    tokens = sum(0.9**position for position in range(5))
+    assert saving == pytest.approx(PLAIN / 1.02 - (PLAIN + 4e-3) / tokens, rel=0.1)
+    assert lengths.saving(8) == saving  # which is padded to the same size
+    assert lengths.saving(4) is None
+    assert lengths.saving(9) == -math.inf  # more rows than may draft
+    device.run(600, acceptance=0.0)
+    saving = lengths.saving(5)
+    assert saving is not None
+    assert saving < 0
+
+
+def test_only_who_is_ready_drafts_and_the_others_count_as_without() -> None:
+    lengths = DraftLengths("test", (4,), 8)
+    device = Device(lengths, 8, seconds_per_draft=1e-3)  # 1.4 times as long
+    device.run(300, acceptance=0.9)
+    assert lengths.choose(device.sequences[:4], others=4) == 4  # 2.5 tokens for a row, of the most that there can be
+    assert lengths.choose(device.sequences[:1], others=7) == 0
+    assert lengths.choose([], others=8) == 0
+    assert lengths.choose(device.sequences, others=1) == 0  # nine rows
+
+
+def test_a_look_at_what_drafts_bring_counts_what_it_takes_to_make_somebody_ready() -> None:
+    spaces = []
+    for seconds in (0.0, 4 * PLAIN):
+        lengths = DraftLengths("test", (4,), 8)
+        device = Device(lengths, 4, seconds_per_draft=1e-3)
+        device.run(300, acceptance=0.0)
+        trial = Trial(tuple(device.sequences[:2]), seconds)
+        chosen = [lengths.choose([], 4, trial) for _ in range(2000)]
+        looks = [place for place, length in enumerate(chosen) if length]
+        spaces.append(looks[-1] - looks[-2])
+        # What a look is expected to lose is a hundredth of the time from one to the next.
+        lost = seconds / PLAIN + 1.4 - lengths.expected_tokens(trial.sequences, 4, 4)
+        assert spaces[-1] == pytest.approx(lost / 0.01, abs=3)
+    assert spaces[1] > 5 * spaces[0]
+
+
+def test_steps_of_a_kind_that_was_not_seen_are_tried_by_whoever_can() -> None:
+    lengths = DraftLengths("test", (4,), 8)
+    sequences = make_sequences(4)
+    rows = tuple(DecodeRow(sequence, 0, -1, -1) for sequence in sequences)
+    for _ in range(5):
+        assert lengths.choose(sequences) == 0 or lengths.saving(4) is None
+        lengths.observe_step(ScheduledBatch(decode=rows, prefill=()), PLAIN)
+    assert lengths.choose([], 4, Trial(tuple(sequences[:1]), 1.0)) == 4
+    assert lengths.choose([], 4) == 0

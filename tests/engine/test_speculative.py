@@ -14,7 +14,7 @@ import pytest
 
 from jaxserve.engine.build_drafting import Model
 from jaxserve.engine.client import EngineClient
-from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.draft_lengths import DraftLengths, Trial
 from jaxserve.engine.sequence import Sequence
 from jaxserve.models.params import LlamaParams
 from jaxserve.sampling_params import SamplingParams
@@ -187,9 +187,9 @@ def test_nothing_is_compiled_while_drafts_are_made_and_verified(engine: EngineCl
 class InTurns(DraftLengths):
     """Many steps without drafts, then some with them."""
 
-    def choose(self, sequences: Rows[Sequence]) -> int:
+    def choose(self, ready: Rows[Sequence], others: int = 0, trial: Trial | None = None) -> int:
         self.step = getattr(self, "step", 0) + 1
-        return super().choose(sequences) if self.step % 50 > 44 else 0
+        return super().choose(ready, others, trial) if self.step % 50 > 44 else 0
 
 
 @pytest.mark.long

@@ -114,6 +114,23 @@ def test_a_slot_stands_for_its_sequence_from_its_prefill_on(sampling: SamplingPa
     assert all(np.array_equal(one, other) for one, other in zip(here, over_there, strict=True))
 
 
+def test_what_a_drafter_is_shown_crosses_too() -> None:
+    some = sequence(SamplingParams(), outputs=2)
+    decoder = StepDecoder()
+    decoder.decode_step(encode_step(ScheduledBatch((), (chunk(some, 3),))))
+    row = DecodeRow(some, 3, -1, -1, num_drafts=2)
+    missed = PrefillChunk(some, 3, 2, tuple(some.token_ids[2:7]), (5, 0, 2), samples=False, output_index=0)
+    batch = ScheduledBatch((row,), (), num_drafts=2, catch_up=((missed,), (missed, missed)))
+    there = decoder.decode_step(encode_step(batch))
+    assert [len(group) for group in there.catch_up] == [1, 2]
+    for found in there.catch_up[1]:
+        assert (found.slot, found.start, found.token_ids, found.pages) == (3, 2, missed.token_ids, (5, 0, 2))
+        assert not found.samples
+    for is_shown in (False, True):
+        batch = ScheduledBatch((), (chunk(some, 0),), is_shown=is_shown)
+        assert decoder.decode_step(encode_step(batch)).is_shown == is_shown
+
+
 def test_a_prompt_s_log_probabilities_are_told_once() -> None:
     sampling = SamplingParams(prompt_logprobs=1)
     first, second = sequence(sampling), sequence(sampling, index=1)

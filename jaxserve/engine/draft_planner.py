@@ -1,0 +1,185 @@
+"""What a step drafts, and what a drafter that reads prompts is shown of it. Host only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+from jaxserve.engine.draft_backlog import DraftBacklog
+from jaxserve.engine.draft_lengths import DraftLengths, SpeculativeStats, Trial
+from jaxserve.engine.draft_rows import take_verified, with_drafts
+from jaxserve.engine.draft_showing import DraftShowing, ShowingSeconds
+from jaxserve.engine.limits import SchedulerLimits
+from jaxserve.engine.page_pool import PagePool
+from jaxserve.engine.schedule import DecodeRow, PrefillChunk, SampledTokens, ScheduledBatch
+from jaxserve.engine.sequence import Sequence, SequenceStatus
+
+# Tokens that a row is behind at most to catch up at once: those of a few steps without drafts. Of more it is shown a part in
+# a step, so that the others do not wait long.
+_FEW_TOKENS = 64
+
+
+class DraftPlan(NamedTuple):
+    """See `ScheduledBatch`; `decode` are its rows, with their drafts."""
+
+    decode: list[DecodeRow]
+    num_drafts: int = 0
+    is_shown: bool = True
+    catch_up: tuple[tuple[PrefillChunk, ...], ...] = ()
+
+
+class _CatchUp(NamedTuple):
+    """Rows that are to catch up in a step.
+
+    Attributes:
+        rows: that can draft then.
+        parts: that will be shown a part of what they miss, or all of it, and how many tokens of each.
+        seconds: that `rows` take, and `parts`.
+    """
+
+    rows: list[DecodeRow]
+    parts: list[tuple[DecodeRow, int]]
+    seconds: tuple[float, float]
+
+
+class DraftPlanner:
+    """Completes the scheduler's steps by what speculation adds to them.
+
+    Args:
+        showing_seconds: what it takes to show the drafter a step; None: it is shown nothing, since it reads no prompts.
+    """
+
+    def __init__(
+        self, lengths: DraftLengths, limits: SchedulerLimits, pages: PagePool, showing_seconds: ShowingSeconds | None
+    ) -> None:
+        self._lengths = lengths
+        self._limits = limits
+        self._pages = pages
+        self._showing = None if showing_seconds is None else DraftShowing(lengths, showing_seconds)
+        self._backlog = DraftBacklog(limits, pages)
+
+    @property
+    def stats(self) -> SpeculativeStats:
+        return self._lengths.stats
+
+    def plan(self, decode: list[DecodeRow], prefill: list[PrefillChunk]) -> DraftPlan:
+        """Decides about a step whose rows and chunks are launched with it."""
+        if prefill:  # they leave a step no time to spare: it brings no drafts
+            return self._plan_prompts(decode, prefill)
+        if not decode:
+            return DraftPlan(decode)
+        if self._showing is None:
+            length = self._lengths.choose([row.sequence for row in decode])
+            return DraftPlan(*self._with_drafts(decode, decode, length))
+        return self._plan_decoding(decode, self._showing)
+
+    def take_cached(self, sequence: Sequence, before: int) -> None:
+        """Takes in that a sequence goes on with pages of the prefix tree, where `before` of its tokens were computed."""
+        if self._showing is not None:
+            self._backlog.take_cached(sequence, before)
+
+    def take_verified(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
+        """Takes in what came of a step with drafts, before its tokens."""
+        self._lengths.observe_tokens(batch, sampled)
+        take_verified(batch, sampled)
+        if self._showing is not None:
+            for row, count in zip(batch.decode, sampled.counts.tolist(), strict=True):
+                if row.sequence.status is SequenceStatus.RUNNING:
+                    self._backlog.take_verified(row, count)
+
+    def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Learns from what a step took."""
+        # Where each step with drafts is one that some row catches up for, there is nothing else to learn from.
+        catching_up = self._seconds([len(chunk.token_ids) for group in batch.catch_up for chunk in group])
+        self._lengths.observe_step(batch, max(0.0, seconds - catching_up))
+
+    def _plan_prompts(self, decode: list[DecodeRow], prefill: list[PrefillChunk]) -> DraftPlan:
+        if self._showing is None:
+            return DraftPlan(decode)
+        num_tokens = sum(len(chunk.token_ids) for chunk in prefill)
+        is_shown = self._showing.shows(len(decode), len(prefill), num_tokens)
+        self._backlog.count_prompts(decode, prefill, is_shown=is_shown)
+        return DraftPlan(decode, is_shown=is_shown)
+
+    def _plan_decoding(self, rows: list[DecodeRow], showing: DraftShowing) -> DraftPlan:
+        """Drafts for those who can, and for those who are worth being shown what they miss."""
+        ready, behind = self._backlog.split(rows)
+        due = self._due(len(rows), behind, showing)
+        tried, trial = self._trial(behind, showing)
+        drafting = ready + due.rows
+        sequences = [row.sequence for row in drafting]
+        length = self._lengths.choose(sequences, len(rows) - len(drafting), trial)
+        if length and not drafting:
+            shown = tried
+            if all(count == row.sequence.num_unshown for row, count in tried):
+                drafting = [row for row, _ in tried]
+            else:
+                length = 0  # there is more to be shown, at the next time
+        else:
+            shown = due.parts
+            showing.spend(len(rows), due.seconds[1])
+            if length:
+                shown = [(row, row.sequence.num_unshown) for row in due.rows] + shown
+                showing.spend(len(rows), due.seconds[0])
+        catch_up = self._backlog.show([row for row, _ in shown], [count for _, count in shown])
+        rows, num_drafts = self._with_drafts(rows, drafting, length)
+        self._backlog.count_decoding(rows, is_drafting=num_drafts > 0)
+        sequences = [row.sequence for row in drafting] if num_drafts else []
+        showing.count_decoding(len(rows), self._lengths.expected_tokens(sequences, num_drafts, len(rows)))
+        return DraftPlan(rows, num_drafts, catch_up=catch_up)
+
+    def _due(self, num_rows: int, behind: list[DecodeRow], showing: DraftShowing) -> _CatchUp:
+        """Rows that have waited long enough for what they take to catch up, the least behind first."""
+        counts = [row.sequence.num_unshown for row in behind]
+        showing.wait(num_rows, len(behind), self._seconds(counts))
+        if not behind or not showing.pays(num_rows):
+            return _CatchUp([], [], (0.0, 0.0))
+        most = self._limits.max_num_batched_tokens
+        few = num_few = sum(count <= min(_FEW_TOKENS, most) for count in counts)
+        while few and self._seconds(counts[:few]) > showing.may_spend:
+            few -= 1
+        spent = self._seconds(counts[:few])
+        parts: list[int] = []
+        if few == num_few:
+            for count in counts[few : few + self._limits.max_prefill_rows]:
+                part = min(count, most - sum(parts))
+                if not part or spent + self._seconds([*parts, part]) > showing.may_spend:
+                    break
+                parts.append(part)
+        in_parts = list(zip(behind[few:], parts, strict=False))
+        return _CatchUp(behind[:few], in_parts, (spent, self._seconds(parts)))
+
+    def _seconds(self, counts: Rows[int]) -> float:
+        """What it takes at most to show so many tokens of each of some rows."""
+        if self._showing is None:
+            return 0.0
+        return self._backlog.seconds(counts, self._showing.seconds)
+
+    def _trial(self, behind: list[DecodeRow], showing: DraftShowing) -> tuple[list[tuple[DecodeRow, int]], Trial]:
+        """The row that is least behind, and those that are shown with it in the same time, to see what drafts bring.
+
+        Returns:
+            Rows with how many tokens each is to be shown: all that it misses, or as many as fit a step.
+        """
+        if not behind:
+            return [], Trial()
+        room = self._limits.max_num_batched_tokens
+        tokens = min(room, behind[0].sequence.num_unshown)
+        rows, seconds = [(behind[0], tokens)], showing.seconds(0, tokens)
+        for row in behind[1 : self._limits.max_prefill_rows]:
+            count = row.sequence.num_unshown
+            tokens += count
+            if tokens > room or showing.seconds(0, tokens) > seconds:
+                break
+            rows.append((row, count))
+        return rows, Trial(tuple(row.sequence for row, _ in rows), seconds)
+
+    def _with_drafts(
+        self, rows: list[DecodeRow], drafting: Rows[DecodeRow], length: int
+    ) -> tuple[list[DecodeRow], int]:
+        """Lets some of the rows bring drafts; with the number that the step is compiled for."""
+        if not length:
+            return rows, 0
+        slots = {row.slot for row in drafting}
+        rows = [with_drafts(row, length, self._limits, self._pages) if row.slot in slots else row for row in rows]
+        return rows, length if any(row.num_drafts for row in rows) else 0
