@@ -8,6 +8,10 @@ _XLA_FLAGS = {"xla_force_host_platform_device_count": 8, "xla_cpu_collective_cal
 for _name, _value in _XLA_FLAGS.items():
     if _name not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_name}={_value}".strip()
+# Nearly all that the tests do is to compile: without these optimizations a program takes a third of the time, and runs
+# slower than it could for as long as a test has it. The long tests run what users run. (The second is one of XLA's extra
+# options, which may be unknown to a version; a flag may not.)
+_FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 # The CPU unless asked otherwise: `JAX_PLATFORMS=cuda,cpu scripts/test tests/gpu` runs on a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Several workers share a card, and none may take most of its memory at its start.
@@ -29,6 +33,9 @@ hypothesis.settings.load_profile("jaxserve")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # XLA reads its flags when the first device is asked for.
+    if config.option.markexpr == "not long" and os.environ["JAX_PLATFORMS"] == "cpu":
+        os.environ["XLA_FLAGS"] += f" {_FAST_COMPILE}"
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     # Compiled programs stay from run to run (`pytest --cache-clear` empties it); in the environment as well, for the

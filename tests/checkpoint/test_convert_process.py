@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,11 +78,21 @@ def source(tmp_path: Path) -> Path:
     return write_tiny_llama(tmp_path / "source", num_hidden_layers=LAYERS, vocab_size=260)
 
 
-@pytest.fixture
-def killed(source: Path, tmp_path: Path) -> Path:
-    """The destination of a conversion that was killed half-way."""
-    done = python(KILLED, str(source), str(tmp_path / "converted"), "resume")
+@pytest.fixture(scope="module")
+def killed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a conversion of `source` left when it was killed half-way."""
+    root = tmp_path_factory.mktemp("killed")
+    source = write_tiny_llama(root / "source", num_hidden_layers=LAYERS, vocab_size=260)
+    done = python(KILLED, str(source), str(root / "converted"), "resume")
     assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (root / "converted").exists()
+    return unfinished_path(root / "converted")
+
+
+@pytest.fixture
+def killed(source: Path, killed_once: Path, tmp_path: Path) -> Path:
+    """The destination of a conversion that was killed half-way."""
+    shutil.copytree(killed_once, unfinished_path(tmp_path / "converted"))
     return tmp_path / "converted"
 
 

@@ -13,6 +13,7 @@ from jaxserve.kernels.decode_attention import decode_attention
 from jaxserve.kernels.decode_attention_mosaic_gpu import decode_attention_mosaic_gpu
 from jaxserve.kernels.decode_attention_plan import TuningConfig
 from tests.kernels.decode_attention_cases import CASES, Case, check, make_arrays, reference
+from tests.long_cases import named_cases
 
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason=f"jax {jax.__version__} can't interpret Mosaic GPU kernels; 0.11 can"
@@ -28,7 +29,14 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+# Between others of their kind that always run.
+LONG = (
+    "three query heads a KV head", "eight query heads a KV head", "head_dim 128", "page_size 32", "page_size 64",
+    "window inside the row", "window of one token", "softcap", "full pages",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", named_cases(CASES, LONG))
 def test_matches_the_definition(case: Case):
     check(case, functools.partial(decode_attention, implementation="xla"))
 

@@ -16,6 +16,7 @@ from jaxserve.kernels.prefill_attention_mosaic_gpu import (
 )
 from tests.kernels.mosaic_gpu_interpreter import interpret_mosaic_gpu
 from tests.kernels.prefill_attention_cases import CASES, Arrays, Case, build, reference, relative_error
+from tests.long_cases import named_cases
 
 
 def run(case: Case, arrays: Arrays) -> np.ndarray:
@@ -65,7 +66,20 @@ def interpret(case: Case, arrays: Arrays, config: TuningConfig | None, monkeypat
     return np.asarray(out).astype(np.float64)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+# Between others of their kind that always run.
+LONG = (
+    "one row",
+    "all tokens live",
+    "group 1",
+    "group 4",
+    "head_dim 128",
+    "page size 8",
+    "page size 32",
+    "window of one",
+)
+
+
+@pytest.mark.parametrize("case", named_cases(CASES, LONG))
 def test_float32_matches_reference(case: Case) -> None:
     arrays = build(case)
     out = run(case, arrays)

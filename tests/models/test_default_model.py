@@ -32,7 +32,9 @@ def test_prefill_and_greedy_steps_equal_transformers(index: int, checkpoint: Loa
         name: arrays[f"{index}_decode_{name}"] for name in ("sampled_logits", "top_ids", "top_logits", "logsumexp")
     }
     prompt, steps = golden["prompt_ids"].tolist(), len(golden["tokens"]) - 1
-    model = PagedModel(checkpoint.model_config, checkpoint.params, capacity=512, page_size=16, by_layer=True)
+    model = PagedModel(
+        checkpoint.model_config, checkpoint.params, capacity=512, page_size=16, by_layer=True, is_optimized=True
+    )
 
     for start in range(0, len(prompt), CHUNK):
         prefill_logits = model.prefill(prompt[start : start + CHUNK], bucket=CHUNK)[-1]

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from jaxserve.config import ModelConfig, QuantizationConfig
+from jaxserve.models import quantization
 from jaxserve.models.linear import column_parallel, row_parallel, swiglu
 from jaxserve.models.params import QUANTIZABLE, init_params, param_specs
 from jaxserve.models.quantization import (
     QuantizedWeight,
-    dequantize,
     group_length,
-    quantize,
     quantized_bytes,
     quantized_spec,
 )
@@ -32,6 +31,9 @@ from tests.tiny_engine import MODEL_CONFIG, tiny_params
 
 NAMES = ("fp8", "fp8-weight-only", "int8", "int4", "int4-32")
 ALONE = Collectives(1)
+# One program each: called as they are, every step of them would be compiled on its own.
+quantize = jax.jit(quantization.quantize, static_argnames=("num_input_axes", "config"))
+dequantize = jax.jit(quantization.dequantize)
 
 
 def named(name: str) -> QuantizationConfig:
@@ -140,14 +142,13 @@ def test_declarations_are_those_of_the_arrays(name: str) -> None:
 def test_a_shard_of_a_quantized_weight_is_the_quantized_shard(name: str) -> None:
     """So that devices can quantize, and multiply with, what they hold."""
     config = named(name)
-    w = jnp.asarray(dense_weight((8, 2, 32), (16,)))
+    w = dense_weight((8, 2, 32), (16,))
     whole = quantize(w, 3, config)
     spec = quantized_spec(param_specs(MODEL_CONFIG).layers[0].wo, 3, config)
     assert spec.values.logical_axes == ("hidden", "kv_heads", "group", "head_dim")
-    part = dataclasses.replace(
-        whole, values=whole.values[:, 2:4], scales=whole.scales[2:4] if config.format == "int4" else whole.scales
-    )
-    np.testing.assert_array_equal(dequantize(part), dequantize(whole)[2:4])
+    values, scales = np.asarray(whole.values), np.asarray(whole.scales)
+    part = dataclasses.replace(whole, values=values[:, 2:4], scales=scales[2:4] if config.format == "int4" else scales)
+    np.testing.assert_array_equal(dequantize(part), np.asarray(dequantize(whole))[2:4])
     if config.format == "int4":
         np.testing.assert_array_equal(dequantize(quantize(w[2:4], 3, config)), dequantize(part))
 
@@ -211,13 +212,19 @@ def test_products_take_quantized_weights_where_they_take_dense_ones(name: str) -
     weights = {part: quantize(jnp.asarray(w), _INPUTS[part], named(name)) for part, w in wide.items()}
     dense = {part: np.asarray(dequantize(w), np.float64) for part, w in weights.items()}
 
-    out = column_parallel(jnp.asarray(x), weights["column"], jnp.asarray(bias).reshape(80))
-    near(out, x @ dense["column"].reshape(256, 80) + bias.reshape(80))
-    out = row_parallel(jnp.asarray(x), weights["row"], None, ALONE)
-    near(out, x @ dense["row"].reshape(256, 40))
-    for added in (None, bias):
+    @jax.jit
+    def products(x: jax.Array, weights: dict[str, QuantizedWeight], bias: jax.Array) -> Any:
+        return (
+            column_parallel(x, weights["column"], bias.reshape(80)),
+            row_parallel(x, weights["row"], None, ALONE),
+            [swiglu(x, weights["column"], added) for added in (None, bias)],
+        )
+
+    columns, rows, gated = products(x, weights, bias)  # pyright: ignore[reportArgumentType]
+    near(columns, x @ dense["column"].reshape(256, 80) + bias.reshape(80))
+    near(rows, x @ dense["row"].reshape(256, 40))
+    for out, added in zip(gated, (None, bias), strict=True):
         gate, up = (x @ dense["column"][:, i] + (0 if added is None else added[i]) for i in range(2))
-        out = swiglu(jnp.asarray(x), weights["column"], None if added is None else jnp.asarray(added))
         near(out, gate / (1 + np.exp(-gate)) * up)
 
 

@@ -28,6 +28,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 PROMPT = [3, 9, 1, 60, 33, 12, 7]
 STEPS = 10
+_dequantize = jax.jit(dequantize)
 
 
 @functools.cache
@@ -53,7 +54,7 @@ def quantized(name: str) -> tuple[ModelConfig, LlamaParams]:
 def dequantized(params: LlamaParams) -> LlamaParams:
     """The dense model that a quantized one stands for."""
     layers = [
-        dataclasses.replace(layer, **{name: dequantize(getattr(layer, name)) for name in QUANTIZABLE})
+        dataclasses.replace(layer, **{name: _dequantize(getattr(layer, name)) for name in QUANTIZABLE})
         for layer in params.layers
     ]
     return dataclasses.replace(params, layers=tuple(layers))
@@ -61,7 +62,7 @@ def dequantized(params: LlamaParams) -> LlamaParams:
 
 def run(config: ModelConfig, params: LlamaParams, **options: object) -> tuple[list[int], np.ndarray]:
     """Greedy tokens, and the logits of prompt and steps."""
-    model = PagedModel(config, params, capacity=len(PROMPT) + STEPS, **options)  # pyright: ignore[reportArgumentType]
+    model = PagedModel(config, params, capacity=len(PROMPT) + STEPS, chunk=len(PROMPT), **options)  # pyright: ignore[reportArgumentType]
     prompt_logits = model.prefill(PROMPT)
     tokens, logits = model.greedy(int(prompt_logits[-1].argmax()), STEPS)
     return tokens, np.concatenate([prompt_logits, logits])
@@ -131,7 +132,8 @@ def test_fixed_input_scales_are_used() -> None:
             )
             for layer in params.layers
         ]
-        model = PagedModel(config, dataclasses.replace(params, layers=tuple(layers)), capacity=len(PROMPT))
+        params_with = dataclasses.replace(params, layers=tuple(layers))
+        model = PagedModel(config, params_with, capacity=len(PROMPT) + STEPS, chunk=len(PROMPT))
         return model.prefill(PROMPT)
 
     expected = on_one_device("fp8")[1][: len(PROMPT)]

@@ -155,23 +155,31 @@ def test_top_k_off_keeps_all(top_k: int) -> None:
     assert len(set(draw_tokens(LOGITS, top_k=top_k).tolist())) == VOCAB
 
 
-@pytest.mark.parametrize("share", [1e-9, 0.1, 0.9, 1.1])
-def test_the_cut_is_the_same_however_many_bits_of_it_a_pass_finds(share: float) -> None:
-    scales = jnp.asarray([1e-30, 1e-3, 1.0, 10.0, 1e3, 0.0], jnp.float32)[:, None]
-    distances = jnp.abs(jax.random.normal(jax.random.key(0), (6, 500), jnp.float32)) * scales
+@jax.jit
+def _goal_cuts_and_sums(distances: jax.Array, share: jax.Array) -> list[jax.Array]:
     weights = jnp.exp(-distances)
     goal = share * jnp.sum(weights, axis=-1)
     cuts = [_search_cut(distances, weights, goal, bits_a_pass=bits) for bits in (1, 2, 3, 4, 5)]
+    within, before = (
+        jnp.sum(jnp.where(compare(distances, cuts[0][:, None]), weights, 0), axis=-1)
+        for compare in (jnp.less_equal, jnp.less)
+    )
+    return [goal, *cuts, within, before]
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.1, 0.9, 1.1])
+def test_the_cut_is_the_same_however_many_bits_of_it_a_pass_finds(share: float) -> None:
+    scales = np.array([1e-30, 1e-3, 1.0, 10.0, 1e3, 0.0], np.float32)[:, None]
+    distances = np.abs(np.random.default_rng(0).standard_normal((6, 500)).astype(np.float32)) * scales
+    goal, *cuts, within, before = _goal_cuts_and_sums(distances, np.float32(share))
     for cut in cuts[1:]:
         np.testing.assert_array_equal(cut, cuts[0])
     if share > 1:
-        assert jnp.isinf(cuts[0]).all()
+        assert np.isinf(cuts[0]).all()
     else:  # a token of each row lies at the cut, those within it have the goal, and those before it have not
-        inside = distances <= cuts[0][:, None]
-        assert (jnp.min(jnp.abs(distances - cuts[0][:, None]), axis=-1) == 0).all()
-        assert (jnp.sum(jnp.where(inside, weights, 0), axis=-1) >= goal).all()
-        before = distances < cuts[0][:, None]
-        assert (jnp.sum(jnp.where(before, weights, 0), axis=-1) < goal).all()
+        assert (np.min(np.abs(distances - np.asarray(cuts[0])[:, None]), axis=-1) == 0).all()
+        assert (np.asarray(within) >= goal).all()
+        assert (np.asarray(before) < goal).all()
 
 
 def test_temperature_zero_wins_over_the_filters() -> None:

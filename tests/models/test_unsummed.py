@@ -18,7 +18,7 @@ from tests.tiny_engine import MODEL_CONFIG, random_params
 PROMPT = [3, 17, 5, 40, 8, 21]
 
 
-@pytest.mark.parametrize("output_bias", [False, True])
+@pytest.mark.parametrize("output_bias", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("peer_rows", [8, 4])
 def test_forward_pass_is_the_same(peer_rows: int, output_bias: bool):
     """Also where the prompt has more tokens than sums are left for, and where a bias follows a sum."""
@@ -36,10 +36,10 @@ def test_forward_pass_is_the_same(peer_rows: int, output_bias: bool):
 @pytest.mark.parametrize(
     "dense",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.long),  # all of this is in the layers of the others
         {"dense_weights": ("wqkv", "w_down")},
-        {"dense_weights": ("w_gate_up",)},
-        {"dense_layers": (0,)},
+        pytest.param({"dense_weights": ("w_gate_up",)}, marks=pytest.mark.long),
+        pytest.param({"dense_layers": (0,)}, marks=pytest.mark.long),
         {"dense_parts": ((1, "wo"),)},
     ],
     ids=str,
@@ -49,10 +49,11 @@ def test_products_of_float8_numbers_are_scaled_by_who_sums_them(dense: dict[str,
     quantization = dataclasses.replace(QuantizationConfig.named("fp8"), **dense)
     params = quantize_params(random_params(MODEL_CONFIG), MODEL_CONFIG, quantization)
     config = dataclasses.replace(MODEL_CONFIG, quantization=quantization)
-    models = [PagedModel(config, params, capacity=16, tensor_parallel_size=2, peer_rows=rows) for rows in (0, 8)]
+    options: dict[str, Any] = {"capacity": 16, "tensor_parallel_size": 2, "chunk": len(PROMPT)}
+    models = [PagedModel(config, params, peer_rows=rows, **options) for rows in (0, 8)]
     expected, got = (model.prefill(PROMPT) for model in models)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-    expected, got = (model.decode(11, rows=2) for model in models)
+    expected, got = (model.decode(11) for model in models)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
