@@ -53,7 +53,8 @@ def lean_engine(
         decode_rows=(3,),
         mixed_decode_rows=(2,),
         prefill_tokens=(16,),
-        prefill_only_tokens=(12, 16),
+        # What a head is shown of steps comes in their sizes, and is resized.
+        prefill_only_tokens=(12, 16) if speculative is not None and speculative.method == "eagle" else (),
         prefill_rows=3,
         sample_rows=(5,),
         sampling_modes=("full",),

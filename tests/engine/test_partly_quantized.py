@@ -24,6 +24,6 @@ def test_layers_of_two_kinds_answer_as_the_whole_pass_does() -> None:
     expected = model.greedy(int(model.prefill(PROMPT)[-1].argmax()), 7)[0]
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     engine_config = EngineConfig(max_model_len=16, max_num_seqs=1, max_num_batched_tokens=16)
-    with tiny_engine(engine_config, config, params) as engine:
+    with tiny_engine(engine_config, config, params, mode="greedy") as engine:
         assert ask(engine, PROMPT, sampling) == expected
         assert params.layers[1].wqkv.dtype == jnp.float32
