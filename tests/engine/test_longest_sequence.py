@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.config import EngineConfig, RopeScaling
 from jaxserve.sampling_params import SamplingParams
+from tests.engine.greedy_tokens import greedy_tokens
 from tests.models.paged_model import PagedModel
 from tests.tiny_engine import MODEL_CONFIG, ask, tiny_engine, tiny_params
 
@@ -27,7 +28,7 @@ MODEL = dataclasses.replace(MODEL_CONFIG, rope_scaling=LONGROPE)
 def expected_tokens(length: int) -> list[int]:
     config = dataclasses.replace(MODEL, max_position_embeddings=length)
     model = PagedModel(config, tiny_params(), capacity=16, by_layer=True)
-    return model.greedy(int(model.prefill(PROMPT)[-1].argmax()), 7)[0]
+    return greedy_tokens(model, PROMPT, 8)
 
 
 def test_the_two_kinds_of_factors_differ() -> None:

@@ -16,6 +16,7 @@ from jaxserve.engine.capacity import plan_limits
 from jaxserve.models.quantize_params import quantize_params
 from jaxserve.progress import NoProgress
 from jaxserve.sampling_params import SamplingParams
+from tests.engine.greedy_tokens import greedy_tokens
 from tests.models.paged_model import PagedModel
 from tests.tiny_engine import MODEL_CONFIG, ONE_SEQUENCE, ask, few_programs, tiny_engine, tiny_params
 
@@ -29,8 +30,7 @@ def expected_tokens(name: str, cache_dtype: Any) -> list[int]:
     params = quantize_params(tiny_params(), MODEL_CONFIG, quantization)
     config = dataclasses.replace(MODEL_CONFIG, quantization=quantization)
     model = PagedModel(config, params, capacity=48, page_size=4, cache_dtype=cache_dtype, by_layer=True)
-    first = int(model.prefill(PROMPT)[-1].argmax())
-    return model.greedy(first, GREEDY.max_tokens - 1)[0]
+    return greedy_tokens(model, PROMPT, GREEDY.max_tokens)
 
 
 @pytest.mark.parametrize(
