@@ -58,7 +58,6 @@ def lean_engine(
         decode_rows=(3,),
         mixed_decode_rows=(2,),
         prefill_tokens=(16,),
-        prefill_only_tokens=(12, 16),
         prefill_rows=3,
         sample_rows=(5,),
         sampling_modes=("full",),
@@ -67,7 +66,7 @@ def lean_engine(
         drafting_rows=(3,) if length else (),
         verify_modes=("full",),
         shown_decode_rows=(3,) if length else (),
-        shown_prefill_tokens=(16,) if length else (),
+        shown_prefill_tokens=(20,) if length else (),  # more than steps have, as are the rows: both are resized
     )
     mesh = make_mesh(jax.devices("cpu"), tensor_parallel_size)
     target = Model(MODEL_CONFIG, _placed(Model(MODEL_CONFIG, params or tiny_params()), mesh))

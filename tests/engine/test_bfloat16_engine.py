@@ -25,7 +25,7 @@ def engine() -> Iterator[EngineClient]:
     config = EngineConfig(
         max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, page_size=4, num_pages=64, dtype="bfloat16"
     )
-    with tiny_engine(config) as engine:
+    with tiny_engine(config, mode="full") as engine:
         yield engine
 
 

@@ -19,14 +19,10 @@ from jaxserve.engine.request import RequestError, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from tests.tiny_engine import EOS, TIMEOUT, VOCAB_SIZE, Answer, ask, tiny_engine
 
-# 72 tokens of KV cache for four sequences of up to 64: they cannot all stay.
-CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, page_size=4, num_pages=18, seed=0)
 
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[EngineClient]:
-    with tiny_engine(CONFIG) as engine:
-        yield engine
+@pytest.fixture
+def engine(small_engine: EngineClient) -> EngineClient:
+    return small_engine
 
 
 def is_idle(engine: EngineClient) -> bool:
@@ -207,7 +203,7 @@ ODD_SIZES = [
 
 @pytest.mark.parametrize("config", ODD_SIZES, ids=lambda config: f"{config.max_model_len}-{config.page_size}")
 def test_any_size_works_and_changes_no_token(engine: EngineClient, config: EngineConfig) -> None:
-    with tiny_engine(config) as odd:
+    with tiny_engine(config, mode="filtered") as odd:
         longest = odd.max_model_len
         assert longest == (config.max_model_len or 11)
         prompts = [list(range(2, 2 + length)) for length in (1, 3, longest - 1)]

@@ -31,13 +31,13 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineClient]:
-    with tiny_engine(EngineConfig(**SIZES, kv_offload_gib=HOST_PAGES * PAGE_BYTES / GIB)) as engine:
+    with tiny_engine(EngineConfig(**SIZES, kv_offload_gib=HOST_PAGES * PAGE_BYTES / GIB), mode="full") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[EngineClient]:
-    with tiny_engine(EngineConfig(**SIZES, enable_prefix_caching=False)) as engine:
+    with tiny_engine(EngineConfig(**SIZES, enable_prefix_caching=False), mode="full") as engine:
         yield engine
 
 
@@ -86,7 +86,7 @@ def test_float8_over_two_devices_comes_back_as_it_was(caplog: pytest.LogCaptureF
         **few, kv_cache_dtype="fp8", tensor_parallel_size=2, kv_offload_gib=HOST_PAGES * PAGE_BYTES / GIB
     )
     prompt, sampling = list(range(3, 44)), SamplingParams(max_tokens=12, **GREEDY)
-    with tiny_engine(config) as engine:
+    with tiny_engine(config, mode="greedy") as engine:
         assert offload(engine).num_places == 4 * HOST_PAGES  # float8 takes a quarter
         expected = ask(engine, prompt, sampling)
         fill(engine, 45)

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.request import RequestError, TokenLogprobs
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.sampling_params import SamplingParams
-from tests.tiny_engine import VOCAB_SIZE, Answer, ask, tiny_engine
+from tests.tiny_engine import VOCAB_SIZE, Answer, ask
 
 RNG = np.random.default_rng(0)
 PROMPT = RNG.integers(2, VOCAB_SIZE, 37).tolist()  # three chunks
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[EngineClient]:
-    """Pages for one long sequence and a half, so that two of them preempt each other."""
-    with tiny_engine(EngineConfig(max_num_seqs=3, max_num_batched_tokens=16, page_size=4, num_pages=24)) as running:
-        yield running
+@pytest.fixture
+def engine(small_engine: EngineClient) -> EngineClient:
+    return small_engine
 
 
 def greedy(max_tokens: int = 10, **changes: object) -> SamplingParams:
@@ -113,8 +109,8 @@ def test_penalties_count_neither_prompt_nor_padding(engine: EngineClient, token:
     """The token is likelier than any other by less than a penalty takes; padding is token 0."""
     clean = [other for other in PROMPT if other != token][:17]
     cases: list[tuple[list[int], dict[str, float]]] = [
-        ([*clean, *[token] * 50], {"frequency_penalty": 2.0}),
-        ([*clean, *[token] * 50], {"presence_penalty": 2.0}),
+        ([*clean, *[token] * 40], {"frequency_penalty": 2.0}),
+        ([*clean, *[token] * 40], {"presence_penalty": 2.0}),
         (clean, {"frequency_penalty": 2.0, "presence_penalty": 2.0}),
         (clean, {"repetition_penalty": 50.0}),
     ]
@@ -176,9 +172,10 @@ def test_preempted_requests_give_what_they_give_alone(engine: EngineClient, monk
         {"temperature": 0.7, "seed": 5, "frequency_penalty": 1.0, "logprobs": 2},
     ]
     sampling = [SamplingParams(max_tokens=50, ignore_eos=True, **chosen) for chosen in settings]  # pyright: ignore[reportArgumentType]
-    alone = [Scored(engine, PROMPT, each).finish() for each in sampling]
+    prompt = PROMPT[:13]  # short, so that all begin together, and do not all stay
+    alone = [Scored(engine, prompt, each).finish() for each in sampling]
     before = engine.stats().num_preemptions
-    together = [Scored(engine, PROMPT, each) for each in sampling]
+    together = [Scored(engine, prompt, each) for each in sampling]
     for one, other in zip(alone, [each.finish() for each in together], strict=True):
         assert other.choices == one.choices
         assert len(other.logprobs) == len(one.logprobs)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import pytest
 
 from jaxserve.config import EngineConfig, RopeScaling
 from jaxserve.sampling_params import SamplingParams
+from tests.engine.greedy_tokens import greedy_tokens
 from tests.models.paged_model import PagedModel
 from tests.tiny_engine import MODEL_CONFIG, ask, tiny_engine, tiny_params
 
@@ -22,10 +24,11 @@ LONGROPE = RopeScaling(
 MODEL = dataclasses.replace(MODEL_CONFIG, rope_scaling=LONGROPE)
 
 
+@cache
 def expected_tokens(length: int) -> list[int]:
     config = dataclasses.replace(MODEL, max_position_embeddings=length)
-    model = PagedModel(config, tiny_params(), capacity=16)
-    return model.greedy(int(model.prefill(PROMPT)[-1].argmax()), 7)[0]
+    model = PagedModel(config, tiny_params(), capacity=16, by_layer=True)
+    return greedy_tokens(model, PROMPT, 8)
 
 
 def test_the_two_kinds_of_factors_differ() -> None:
@@ -38,5 +41,5 @@ def test_the_two_kinds_of_factors_differ() -> None:
 def test_longrope_goes_by_the_longest_sequence_that_is_allowed(max_model_len: int) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     config = EngineConfig(max_model_len=max_model_len, max_num_seqs=1, max_num_batched_tokens=16)
-    with tiny_engine(config, MODEL) as engine:
+    with tiny_engine(config, MODEL, mode="greedy") as engine:
         assert ask(engine, PROMPT, sampling) == expected_tokens(max_model_len)

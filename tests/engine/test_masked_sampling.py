@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.sampling_params import SamplingParams
 from tests.engine.test_constraints import WordRule
-from tests.tiny_engine import EOS, Answer, tiny_engine
+from tests.tiny_engine import EOS, Answer
 
 PROMPT = (5, 6, 7, 8)
 SETS = tuple((i, i + 1, 30 + i, 63) for i in range(2, 12))
 RULE = WordRule(SETS, shortest=len(SETS))
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[EngineClient]:
-    with tiny_engine(EngineConfig(device="cpu", max_num_seqs=4, max_model_len=64, max_num_batched_tokens=64)) as engine:
-        yield engine
+@pytest.fixture
+def engine(small_engine: EngineClient) -> EngineClient:
+    return small_engine
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_what_is_told_at_start_was_measured(caplog: pytest.LogCaptureFixture, mo
         check(plan)
 
     monkeypatch.setattr(MemoryPlan, "check", keep)
-    with tiny_engine(EngineConfig(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=4)):
+    with tiny_engine(EngineConfig(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=4), mode="greedy"):
         (plan,) = plans
     assert plan.table() in [record.getMessage() for record in caplog.records]
     assert "the KV cache holds 32 tokens: 1 x 32" in plan.table()

@@ -22,13 +22,13 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineClient]:
-    with tiny_engine(EngineConfig(**SIZES)) as engine:
+    with tiny_engine(EngineConfig(**SIZES), mode="full") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[EngineClient]:
-    with tiny_engine(EngineConfig(**SIZES, enable_prefix_caching=False)) as engine:
+    with tiny_engine(EngineConfig(**SIZES, enable_prefix_caching=False), mode="full") as engine:
         yield engine
 
 

@@ -16,10 +16,11 @@ from jaxserve.engine.capacity import plan_limits
 from jaxserve.models.quantize_params import quantize_params
 from jaxserve.progress import NoProgress
 from jaxserve.sampling_params import SamplingParams
+from tests.engine.greedy_tokens import greedy_tokens
 from tests.models.paged_model import PagedModel
-from tests.tiny_engine import MODEL_CONFIG, ask, tiny_engine, tiny_params
+from tests.tiny_engine import MODEL_CONFIG, ONE_SEQUENCE, ask, few_programs, tiny_engine, tiny_params
 
-CONFIG = EngineConfig(max_model_len=48, max_num_seqs=1, max_num_batched_tokens=8, page_size=4, num_pages=12, seed=0)
+CONFIG = dataclasses.replace(ONE_SEQUENCE, seed=0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True)
 PROMPT = [3, 4, 5, 6, 7, 9, 11, 13, 15, 17, 19]
 
@@ -28,9 +29,8 @@ def expected_tokens(name: str, cache_dtype: Any) -> list[int]:
     quantization = QuantizationConfig.named(name)
     params = quantize_params(tiny_params(), MODEL_CONFIG, quantization)
     config = dataclasses.replace(MODEL_CONFIG, quantization=quantization)
-    model = PagedModel(config, params, capacity=48, page_size=4, cache_dtype=cache_dtype)
-    first = int(model.prefill(PROMPT)[-1].argmax())
-    return model.greedy(first, GREEDY.max_tokens - 1)[0]
+    model = PagedModel(config, params, capacity=48, page_size=4, cache_dtype=cache_dtype, by_layer=True)
+    return greedy_tokens(model, PROMPT, GREEDY.max_tokens)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def expected_tokens(name: str, cache_dtype: Any) -> list[int]:
 )
 def test_the_tokens_are_those_of_the_quantized_model(name: Any, cache: Any) -> None:
     config = dataclasses.replace(CONFIG, quantization=name, kv_cache_dtype=cache)
-    with tiny_engine(config) as engine:
+    with tiny_engine(config, mode="greedy") as engine:
         assert engine.model_config.quantization == QuantizationConfig.named(name)
         tokens = ask(engine, PROMPT, GREEDY)
     assert tokens == expected_tokens(name, jnp.float32 if cache == "auto" else jnp.float8_e4m3fn)
@@ -54,7 +54,8 @@ def test_the_tokens_are_those_of_the_quantized_model(name: Any, cache: Any) -> N
 
 def test_random_weights_are_made_quantized() -> None:
     config = dataclasses.replace(CONFIG, quantization="int8", load_format="dummy", tensor_parallel_size=2)
-    engine = build_dummy_engine(MODEL_CONFIG, config, NoProgress())
+    with few_programs("greedy"):
+        engine = build_dummy_engine(MODEL_CONFIG, config, NoProgress())
     try:
         assert engine.model_config.quantization == QuantizationConfig("int8")
         assert len(ask(engine, PROMPT, GREEDY)) == GREEDY.max_tokens

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine import runner as runner_module
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.device_batch import Bucket, Sizes
@@ -25,7 +24,7 @@ from jaxserve.progress import NoProgress
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.sharding.mesh import TENSOR_AXIS, make_mesh
 from jaxserve.sharding.placement import named_shardings
-from tests.tiny_engine import MODEL_CONFIG, ask, tiny_engine, tiny_params
+from tests.tiny_engine import MODEL_CONFIG, ONE_SEQUENCE, ask, tiny_engine, tiny_params
 
 LIMITS = SchedulerLimits(
     max_num_seqs=2, max_num_batched_tokens=4, max_prefill_rows=2, max_model_len=24, page_size=4, num_pages=7
@@ -37,7 +36,24 @@ REQUESTS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once() -> Iterator[None]:
+    """Runners of the same sizes on the same devices share their programs, as starts do that keep them on disk."""
+    load, compiled = ExecutableCache.load_or_compile, dict[Any, Any]()
+
+    def load_once(cache: ExecutableCache, name: str, lower: Callable[[], Any], **options: Any) -> Any:
+        key = cache._context, name
+        if key not in compiled:
+            compiled[key] = load(cache, name, lower, **options)
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExecutableCache, "load_or_compile", load_once)
+        yield
+
+
 def whole_program_runner(num_devices: int = 1, *, has_peers: bool = False) -> ModelRunner:
+    """One device: for all of `LIMITS`; several: for steps without pieces of prompts beside others, and without masks."""
     mesh = make_mesh(jax.devices(), num_devices)
     layout = PeerLayout(2, LIMITS.max_num_seqs, 4 * MODEL_CONFIG.hidden_size)
     runner = ModelRunner(
@@ -52,12 +68,13 @@ def whole_program_runner(num_devices: int = 1, *, has_peers: bool = False) -> Mo
         ),
         buckets=Buckets(  # as few as serve these limits
             decode_rows=(2,),
-            mixed_decode_rows=(1,),
-            prefill_only_tokens=(3, 4),
+            mixed_decode_rows=(1,) if num_devices == 1 else (),
+            prefill_only_tokens=(3, 4) if num_devices == 1 else (3,),
             prefill_tokens=(4,),
             prefill_rows=2,
             sample_rows=(3,),
             sampling_modes=("full",),
+            masked_modes=("full",) if num_devices == 1 else (),
         ),
         cache_dtype=np.dtype(np.float32),  # pyright: ignore[reportArgumentType]
         layerwise=False,
@@ -90,8 +107,7 @@ def test_one_program_gives_the_tokens_of_the_layerwise_engine() -> None:
             scheduler.update(pending[0], runner.fetch(pending[1]))
         pending = launched
     assert scheduler.num_preemptions > 0
-    config = EngineConfig(max_model_len=48, max_num_seqs=1, max_num_batched_tokens=8, page_size=4, num_pages=12)
-    with tiny_engine(config) as engine:
+    with tiny_engine(ONE_SEQUENCE, mode="filtered") as engine:
         for sequence, (prompt, sampling) in zip(sequences, REQUESTS, strict=True):
             assert sequence.token_ids[len(prompt) :] == ask(engine, prompt, sampling)
 

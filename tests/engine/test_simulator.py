@@ -160,6 +160,7 @@ def check_trace(limits: dict[str, int], trace: list[SimulatedRequest], policy: S
 
 
 @pytest.mark.parametrize("policy", ORDERS)
+@settings(max_examples=30)
 @given(limits_and_trace=traces(), paced=st.booleans())
 def test_nothing_leaks_nobody_starves_and_no_work_waits(
     policy: SchedulingPolicy, limits_and_trace: tuple[dict[str, int], list[SimulatedRequest]], paced: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,9 +27,9 @@ SLOTS = 4
 
 def test_features_of_a_step_lie_where_those_of_a_larger_one_do() -> None:
     step, larger = Bucket(2, 4, 3), Bucket(4, 4, 5)
-    features = jnp.arange(1, 6, dtype=jnp.float32)[:, None] * jnp.ones((1, 2))
-    resized = resize_features(step, larger)(features)
-    assert resized[:, 1].tolist() == [1, 2, 0, 0, 3, 4, 5, 0, 0]
+    features = jnp.asarray(np.arange(1, 6, dtype=np.float32)[:, None] * np.ones((1, 2), np.float32))
+    resized = jax.jit(resize_features(step, larger))(features)
+    assert np.asarray(resized)[:, 1].tolist() == [1, 2, 0, 0, 3, 4, 5, 0, 0]
 
 
 def test_penalties_and_min_tokens_at_a_position_know_the_drafts_before_it() -> None:
@@ -51,18 +52,18 @@ def test_penalties_and_min_tokens_at_a_position_know_the_drafts_before_it() -> N
         token_ids=jnp.asarray(rng.integers(0, VOCAB, (4, 3)), jnp.int32), counts=jnp.full((4,), 3, jnp.int32)
     )
     logits = rng.normal(0, 2, (4, 4, VOCAB)).astype(np.float32)
-    together = process_positions(jnp.asarray(logits.reshape(-1, VOCAB)), state, processors, slots, drafts)
+    together = jax.jit(process_positions)(jnp.asarray(logits.reshape(-1, VOCAB)), state, processors, slots, drafts)
     together = np.asarray(together).reshape(4, 4, VOCAB)
     for position in range(4):
-        alone = process_logits(
+        alone = jax.jit(process_logits)(
             jnp.asarray(logits[:, position]),
-            rows_of(processors, state.processed, slots),
+            jax.jit(rows_of)(processors, state.processed, slots),
             jnp.take(state.output_counts, slots) + position,
         )
         np.testing.assert_allclose(together[:, position], np.asarray(alone), rtol=1e-6)
         if position < 3:
             one = jnp.ones((4,), jnp.int32)
-            processors = count_verified(processors, slots, drafts.token_ids[:, position : position + 1], one)
+            processors = jax.jit(count_verified)(processors, slots, drafts.token_ids[:, position : position + 1], one)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.checkpoint.inspection import device_memory
-from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
+from jaxserve.config import ModelConfig, QuantizationConfig
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.build_drafting import Model
 from jaxserve.models import llama
@@ -28,7 +28,7 @@ from jaxserve.sharding.mesh import TENSOR_AXIS, make_mesh
 from jaxserve.sharding.placement import named_shardings, partition_specs
 from jaxserve.speculative_config import SpeculativeConfig
 from tests.models.paged_model import PagedModel
-from tests.tiny_engine import ask, random_params, tiny_engine
+from tests.tiny_engine import ONE_SEQUENCE, ask, random_params, tiny_engine
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 FLOAT8 = QuantizationConfig("fp8")
@@ -36,9 +36,7 @@ TINY = ModelConfig(
     vocab_size=64, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=64, num_kv_heads=8, head_dim=8,
     max_position_embeddings=128,
 )  # fmt: skip
-CONFIG = EngineConfig(
-    max_model_len=48, max_num_seqs=1, max_num_batched_tokens=8, page_size=4, num_pages=12, quantization="fp8"
-)
+CONFIG = dataclasses.replace(ONE_SEQUENCE, quantization="fp8")
 ASKED = [
     (prompt, SamplingParams(max_tokens=18, ignore_eos=True, **drawn))
     for prompt in ([3, 4, 5, 6, 7], list(range(2, 30)))
@@ -49,7 +47,7 @@ ASKED = [
 @cache
 def answers(size: int) -> list[list[int]]:
     config = dataclasses.replace(CONFIG, tensor_parallel_size=size)
-    with tiny_engine(config, TINY, random_params(TINY)) as engine:
+    with tiny_engine(config, TINY, random_params(TINY), mode="filtered") as engine:
         return [ask(engine, *request) for request in ASKED]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 
@@ -12,12 +13,12 @@ from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.build import build_engine, make_engine_mesh
 from jaxserve.engine.client import EngineClient, Replica
 from jaxserve.engine.replicas import start_engine
+from jaxserve.engine.request import TokenLogprobs
 from jaxserve.progress import NoProgress
 from jaxserve.sampling_params import SamplingParams
 from tests.long_cases import few_of
-from tests.tiny_engine import MODEL_CONFIG, Answer, ask, random_params, tiny_engine
+from tests.tiny_engine import MODEL_CONFIG, ONE_SEQUENCE, Answer, ask, few_programs, random_params, tiny_engine
 
-CONFIG = EngineConfig(max_model_len=48, max_num_seqs=1, max_num_batched_tokens=8, page_size=4, num_pages=12)
 PROMPTS = [[2], [3, 4, 5, 6, 7], list(range(2, 32))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=18, ignore_eos=True)
@@ -33,18 +34,36 @@ NONE_IS_WANTED = SamplingParams(
 WITH_LOGPROBS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=20)
 
 
-def model(kv_heads: int, *, tied: bool = True) -> ModelConfig:
+def model(kv_heads: int) -> ModelConfig:
     return dataclasses.replace(
-        MODEL_CONFIG, num_kv_heads=kv_heads, vocab_size=VOCAB_SIZE, intermediate_size=256, tie_word_embeddings=tied
+        MODEL_CONFIG,
+        num_kv_heads=kv_heads,
+        vocab_size=VOCAB_SIZE,
+        intermediate_size=256,
+        tie_word_embeddings=kv_heads != 4,
     )
 
 
+class Said(NamedTuple):
+    """What an engine gave."""
+
+    answers: list[list[int]]  # to each prompt, greedy and drawn
+    unwanted: list[int]
+    logprobs: list[TokenLogprobs]
+
+
 @cache
-def answers(kv_heads: int, quantization: str | None, size: int) -> list[list[int]]:
-    config = dataclasses.replace(CONFIG, tensor_parallel_size=size, quantization=quantization)
-    model_config = model(kv_heads, tied=kv_heads != 4)
-    with tiny_engine(config, model_config, random_params(model_config)) as engine:
-        return [ask(engine, prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SEEDED)]
+def said(kv_heads: int, quantization: str | None, size: int) -> Said:
+    config = dataclasses.replace(ONE_SEQUENCE, tensor_parallel_size=size, quantization=quantization)
+    model_config = model(kv_heads)
+    with tiny_engine(config, model_config, random_params(model_config), mode="full") as engine:
+        answers = [ask(engine, prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SEEDED)]
+        unwanted = ask(engine, [2, 3], NONE_IS_WANTED)
+        answer = Answer(engine, [2, 3], WITH_LOGPROBS)
+        logprobs: list[TokenLogprobs] = []
+        while not answer.reasons[0]:
+            logprobs += answer.next().logprobs or []
+        return Said(answers, unwanted, logprobs)
 
 
 @pytest.mark.parametrize(
@@ -54,27 +73,17 @@ def answers(kv_heads: int, quantization: str | None, size: int) -> list[list[int
     ),
 )
 def test_more_devices_give_the_same_tokens(kv_heads: int, quantization: str | None, size: int) -> None:
-    on_one_device = answers(kv_heads, quantization, 1)
+    on_one_device = said(kv_heads, quantization, 1).answers
     assert len({tuple(tokens) for tokens in on_one_device}) == len(on_one_device)
-    assert answers(kv_heads, quantization, size) == on_one_device
+    assert said(kv_heads, quantization, size).answers == on_one_device
 
 
-def test_a_padded_vocabulary_has_no_more_tokens() -> None:
-    model_config = model(1)
-    found = []
-    for size in (1, 4):
-        config = dataclasses.replace(CONFIG, tensor_parallel_size=size)
-        with tiny_engine(config, model_config, random_params(model_config)) as engine:
-            unwanted = ask(engine, [2, 3], NONE_IS_WANTED)
-            answer = Answer(engine, [2, 3], WITH_LOGPROBS)
-            steps = []
-            while not answer.reasons[0]:
-                steps += answer.next().logprobs or []
-            found.append((unwanted, steps))
-    (one, logprobs), (several, padded) = found
-    assert several == one
-    assert len(padded) == WITH_LOGPROBS.max_tokens
-    for ours, theirs in zip(logprobs, padded, strict=True):
+@pytest.mark.parametrize("quantization", ["int4-32", pytest.param(None, marks=pytest.mark.long)])
+def test_a_padded_vocabulary_has_no_more_tokens(quantization: str | None) -> None:
+    one, several = said(1, quantization, 1), said(1, quantization, 4)
+    assert several.unwanted == one.unwanted
+    assert len(several.logprobs) == WITH_LOGPROBS.max_tokens
+    for ours, theirs in zip(one.logprobs, several.logprobs, strict=True):
         assert theirs.token_id == ours.token_id
         assert theirs.logprob == pytest.approx(ours.logprob, abs=1e-4)
         assert [token for token, _ in theirs.top] == [token for token, _ in ours.top]
@@ -84,7 +93,7 @@ def test_a_size_that_does_not_divide_is_refused_before_anything_is_compiled() ->
     model_config = dataclasses.replace(MODEL_CONFIG, num_heads=6, num_kv_heads=3)
     with (
         pytest.raises(ValueError, match=r"kv_heads=3 .*sizes that work: \[1\]"),
-        tiny_engine(dataclasses.replace(CONFIG, tensor_parallel_size=2), model_config),
+        tiny_engine(dataclasses.replace(ONE_SEQUENCE, tensor_parallel_size=2), model_config),
     ):
         pass
 
@@ -92,15 +101,15 @@ def test_a_size_that_does_not_divide_is_refused_before_anything_is_compiled() ->
 def test_too_many_devices_are_refused() -> None:
     with (
         pytest.raises(ValueError, match=r"tensor_parallel_size=16 .*8 cpu device"),
-        tiny_engine(dataclasses.replace(CONFIG, tensor_parallel_size=16)),
+        tiny_engine(dataclasses.replace(ONE_SEQUENCE, tensor_parallel_size=16)),
     ):
         pass
 
 
 def test_replicas_with_several_devices_each_give_the_same_tokens() -> None:
     """Side by side, over devices of their own."""
-    config = dataclasses.replace(CONFIG, data_parallel_size=2, tensor_parallel_size=2)
-    model_config = model(8)
+    config = dataclasses.replace(ONE_SEQUENCE, data_parallel_size=2, tensor_parallel_size=2)
+    model_config = model(4)
 
     clients: list[EngineClient] = []
 
@@ -108,11 +117,12 @@ def test_replicas_with_several_devices_each_give_the_same_tokens() -> None:
         clients.append(build_engine(model_config, random_params(model_config), config, NoProgress(), replica))
         return clients[-1]
 
-    engine = start_engine(config, build)
+    with few_programs("full"):
+        engine = start_engine(config, build)
     try:
         # Every replica, whoever the engine would have asked, and all at once.
         asked = [Answer(each, PROMPTS[1], GREEDY) for each in (*clients, engine, engine)]
-        assert [answer.wait()[0] for answer in asked] == [answers(8, None, 1)[2]] * 4
+        assert [answer.wait()[0] for answer in asked] == [said(4, None, 1).answers[2]] * 4
     finally:
         engine.shutdown()
     assert len(clients) == 2
