@@ -105,7 +105,7 @@ class ModelRunner:
         self._programs = ExecutableCache(
             program_folder,
             tuple(mesh.devices.flat),
-            f"{config} {sizes} {dict(mesh.shape)} {dtype}"
+            f"{config} {sizes} {dict(mesh.shape)} {dtype} {self._factory.max_prefill_tokens}"
             + (f" {drafting.description}" if drafting else "")
             + (f" {peers.layout}" if peers else ""),
         )
