@@ -81,6 +81,23 @@ class DraftBacklog:
         parts = [min(most, count - first) for count in counts for first in range(0, count, most)]
         return sum(seconds(0, sum(group)) for group in self._groups(parts))
 
+    def affordable(self, counts: Rows[int], seconds: ShowingSeconds, most: float) -> tuple[int, float]:
+        """How many of the first rows can be shown as many tokens as this in `most` seconds, and what they take.
+
+        Args:
+            counts: each fits a step.
+        """
+        taken = before = 0.0  # with the group that is being filled, and without it
+        used = num_rows = 0
+        for number, count in enumerate(counts):
+            if num_rows == self._limits.max_prefill_rows or used + count > self._limits.max_num_batched_tokens:
+                before, used, num_rows = taken, 0, 0
+            used, num_rows = used + count, num_rows + 1
+            if before + seconds(0, used) > most:
+                return number, taken
+            taken = before + seconds(0, used)
+        return len(counts), taken
+
     def show(self, rows: Rows[DecodeRow], counts: Rows[int]) -> tuple[tuple[PrefillChunk, ...], ...]:
         """Counts as seen so many of the tokens that each row is behind, from the first; groups in which to show them."""
         found = (self._chunk(row, count) for row, count in zip(rows, counts, strict=True))

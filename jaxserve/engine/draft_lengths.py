@@ -112,6 +112,10 @@ class DraftLengths:
     def is_adaptive(self) -> bool:
         return self._adaptive
 
+    def may_draft(self, num_rows: int) -> bool:
+        """Whether a step of so many rows can bring drafts at all."""
+        return num_rows <= self._max_rows
+
     def choose(self, ready: Rows[Sequence], others: int = 0, trial: Trial | None = None) -> int:
         """Drafts that the next step's rows may bring: one of the compiled numbers, or 0.
 
@@ -121,7 +125,7 @@ class DraftLengths:
             trial: of the others, those that could be made to. If none is ready and the choice is not 0, they are wanted.
         """
         num_rows = len(ready) + others
-        if num_rows > self._max_rows:
+        if not self.may_draft(num_rows):
             return 0
         if not self._adaptive:
             return self._lengths[-1] if ready else 0
@@ -134,7 +138,7 @@ class DraftLengths:
 
         It is negative where they do not pay.
         """
-        if num_rows > self._max_rows:
+        if not self.may_draft(num_rows):
             return -math.inf
         plain, drafting = self._time(num_rows, 0), [self._time(num_rows, length) for length in self._lengths]
         if plain is None or None in drafting:

@@ -17,6 +17,7 @@ from jaxserve.engine.sequence import Sequence, SequenceStatus
 # Tokens that a row is behind at most to catch up at once: those of a few steps without drafts. Of more it is shown a part in
 # a step, so that the others do not wait long.
 _FEW_TOKENS = 64
+_LEAST_SHARE = 0.25  # of a step, that is left when what catching up took is taken off
 
 
 class DraftPlan(NamedTuple):
@@ -89,9 +90,10 @@ class DraftPlanner:
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learns from what a step took."""
-        # Where each step with drafts is one that some row catches up for, there is nothing else to learn from.
+        # Where each step with drafts is one that some row catches up for, there is nothing else to learn from. What that
+        # took is an estimate: where it is too high, the rest of the step must not seem to take nothing.
         catching_up = self._seconds([len(chunk.token_ids) for group in batch.catch_up for chunk in group])
-        self._lengths.observe_step(batch, max(0.0, seconds - catching_up))
+        self._lengths.observe_step(batch, max(_LEAST_SHARE * seconds, seconds - catching_up))
 
     def _plan_prompts(self, decode: list[DecodeRow], prefill: list[PrefillChunk]) -> DraftPlan:
         if self._showing is None:
@@ -105,8 +107,9 @@ class DraftPlanner:
         """Drafts for those who can, and for those who are worth being shown what they miss."""
         ready, behind = self._backlog.split(rows)
         due = self._due(len(rows), behind, showing)
-        tried, trial = self._trial(behind, showing)
         drafting = ready + due.rows
+        may_try = not drafting and self._lengths.may_draft(len(rows))
+        tried, trial = self._trial(behind, showing) if may_try else ([], Trial())
         sequences = [row.sequence for row in drafting]
         length = self._lengths.choose(sequences, len(rows) - len(drafting), trial)
         if length and not drafting:
@@ -130,15 +133,14 @@ class DraftPlanner:
 
     def _due(self, num_rows: int, behind: list[DecodeRow], showing: DraftShowing) -> _CatchUp:
         """Rows that have waited long enough for what they take to catch up, the least behind first."""
+        if not behind or not self._lengths.may_draft(num_rows) or not showing.pays(num_rows):
+            showing.wait(num_rows, 0, 0.0)
+            return _CatchUp([], [], (0.0, 0.0))
         counts = [row.sequence.num_unshown for row in behind]
         showing.wait(num_rows, len(behind), self._seconds(counts))
-        if not behind or not showing.pays(num_rows):
-            return _CatchUp([], [], (0.0, 0.0))
         most = self._limits.max_num_batched_tokens
-        few = num_few = sum(count <= min(_FEW_TOKENS, most) for count in counts)
-        while few and self._seconds(counts[:few]) > showing.may_spend:
-            few -= 1
-        spent = self._seconds(counts[:few])
+        num_few = sum(count <= min(_FEW_TOKENS, most) for count in counts)
+        few, spent = self._backlog.affordable(counts[:num_few], showing.seconds, showing.may_spend)
         parts: list[int] = []
         if few == num_few:
             for count in counts[few : few + self._limits.max_prefill_rows]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Rows
 
 import pytest
 
+from jaxserve.engine.draft_backlog import DraftBacklog
 from jaxserve.engine.draft_lengths import DraftLengths, Trial
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.scheduler import Scheduler
@@ -340,3 +341,36 @@ def test_what_catching_up_takes_is_no_part_of_what_drafts_take() -> None:
         scheduler.observe_step(drafting, 13.0)
     tokens = lengths.expected_tokens(make_sequences(1), 3, 1)
     assert lengths.saving(1) == pytest.approx(12.0 / 1.02 - 10.0 / tokens)
+
+
+def test_a_step_takes_time_however_much_catching_up_was_thought_to_take() -> None:
+    told = Told()
+    harness = showing_harness(told)
+    unshown_prompts(told, harness, range(10))
+    harness.step()
+    harness.run()
+    drafting = next(batch for batch in harness.runner.launched if batch.catch_up)
+    plain = next(batch for batch in harness.runner.launched if not batch.prefill and not batch.num_drafts)
+    lengths = DraftLengths("test", (3,), 4)
+    scheduler = showing_harness(lengths, takes=100.0).scheduler
+    for _ in range(4):
+        scheduler.observe_step(plain, 12.0)
+        scheduler.observe_step(drafting, 12.0)
+    tokens = lengths.expected_tokens(make_sequences(1), 3, 1)
+    assert lengths.saving(1) == pytest.approx(12.0 / 1.02 - 3.0 / tokens)
+    assert lengths.choose(make_sequences(1)) == 3
+
+
+@pytest.mark.parametrize("most", [0.0, 30.0, 31.0, 75.0, 1000.0])
+def test_as_many_catch_up_at_once_as_may_be_waited_for(most: float) -> None:
+    """Three rows at most, and 64 tokens, are shown together."""
+    limits = make_limits(tokens=64, prefill_rows=3)
+    backlog = DraftBacklog(limits, Harness(limits).scheduler.pages)
+
+    def seconds(rows: int, tokens: int) -> float:
+        return 10.0 + tokens
+
+    counts = [10, 10, 10, 30, 30, 40]
+    taken = [backlog.seconds(counts[:rows], seconds) for rows in range(len(counts) + 1)]
+    wanted = max(rows for rows, each in enumerate(taken) if each <= most)
+    assert backlog.affordable(counts, seconds, most) == (wanted, taken[wanted])
