@@ -46,11 +46,19 @@ class Comparison:
         one = self.wide.name
         many = f"{'' if self.times == 1 else f'{self.times} x '}{self.narrow.name} ({self.origin})"
         low, high = max(wide[0][0], narrow[0][0]), min(wide[0][-1], narrow[0][-1])
-        if low >= high:
+        if low > high:
             (fast, first), (slow, second) = sorted(((wide[0], one), (narrow[0], many)), key=lambda each: each[0][0])
             return (
                 f"{first} is faster than {second} at every load that was measured: {fast[0]:.1f} to {fast[-1]:.1f} ms "
                 f"per token, and {slow[0]:.1f} to {slow[-1]:.1f} ms."
+            )
+        if low == high:
+            [ours], [theirs] = _tokens_at(np.asarray([low]), wide), _tokens_at(np.asarray([low]), narrow)
+            (more, first), (less, second) = sorted(((ours, one), (theirs, many)), key=lambda each: -each[0])
+            gives = "as many output tokens a second as" if more == less else "more output tokens a second than"
+            return (
+                f"{first} gives {gives} {second} at {low:.1f} ms per token, the only time that both have: "
+                f"{more:,.0f} and {less:,.0f}."
             )
         times = np.geomspace(low, high, _PLACES)
         ours, theirs = _tokens_at(times, wide), _tokens_at(times, narrow)

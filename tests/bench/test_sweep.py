@@ -548,6 +548,18 @@ def test_one_that_is_always_better_and_two_that_have_nothing_in_common(tmp_path:
     )
 
 
+def test_two_that_have_one_time_in_common_are_compared_at_it(tmp_path: Path) -> None:
+    """One of them was measured at a single load, whose time lies within the other's."""
+    write_run(tmp_path, "TP1", tpot_ms=5.0, growth_ms=0.1, noise=0.0, settings={"tensor_parallel_size": 1})
+    settings = {"tensor_parallel_size": 2}
+    write_run(tmp_path, "TP2", tpot_ms=7.0, noise=0.0, num_devices=2, loads=LOADS[:1], settings=settings)
+    [found] = comparisons(find_series(tmp_path))
+    # 5 + 0.1 n is 7 ms at 20 in flight, twice: 40 / 7 ms, where TP2 has one.
+    text = str(found)
+    assert text.startswith("2 x TP1 (from one device's figures) gives more output tokens a second than TP2 at 7.")
+    assert "ms per token, the only time that both have: " in text and "every load" not in text
+
+
 def test_the_report_says_what_replicas_give_and_draws_a_panel_for_each_kind(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from jaxserve.bench.charts_choices import parallelism
