@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -558,6 +559,34 @@ def test_two_that_have_one_time_in_common_are_compared_at_it(tmp_path: Path) -> 
     text = str(found)
     assert text.startswith("2 x TP1 (from one device's figures) gives more output tokens a second than TP2 at 7.")
     assert "ms per token, the only time that both have: " in text and "every load" not in text
+
+
+def without_tpot(series: Series, *, loads: Sequence[Load]) -> Series:
+    """As where no request of these loads got a second token."""
+    points = [
+        replace(point, summary=replace(point.summary, tpot_ms=dict.fromkeys(point.summary.tpot_ms, 0.0)))
+        if point.summary.load in loads
+        else point
+        for point in series.points
+    ]
+    return replace(series, points=points)
+
+
+def test_loads_without_a_time_per_token_are_not_compared(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from jaxserve.bench.charts_choices import parallelism
+
+    one = series_of(tmp_path, "TP1", tpot_ms=5.0, settings={"tensor_parallel_size": 1})
+    two = series_of(tmp_path, "TP2", tpot_ms=3.0, num_devices=2, settings={"tensor_parallel_size": 2})
+    part = without_tpot(two, loads=LOADS[:1])
+    [found] = comparisons([without_tpot(one, loads=LOADS[:1]), part])
+    [clean] = comparisons([replace(each, points=each.points[1:]) for each in (one, two)])
+    assert str(found) == str(clean)
+    figure = parallelism([one, part])
+    assert figure is not None and min(figure.axes[0].lines[0].get_ydata()) > 3
+    assert comparisons([one, without_tpot(two, loads=LOADS)]) == []
+    assert comparisons([without_tpot(one, loads=LOADS), two]) == []
+    assert parallelism([one, without_tpot(two, loads=LOADS)]) is None
 
 
 def test_the_report_says_what_replicas_give_and_draws_a_panel_for_each_kind(tmp_path: Path) -> None:
