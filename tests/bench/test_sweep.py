@@ -589,6 +589,21 @@ def test_loads_without_a_time_per_token_are_not_compared(tmp_path: Path) -> None
     assert parallelism([one, without_tpot(two, loads=LOADS)]) is None
 
 
+def test_models_whose_runs_are_called_alike_get_a_panel_each(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from jaxserve.bench.charts_choices import parallelism
+
+    series = [
+        series_of(tmp_path / model, f"TP{degree}", model=model, tpot_ms=5.0 / degree, num_devices=degree,
+                  settings={"tensor_parallel_size": degree})
+        for model in ("a", "b")
+        for degree in (1, 2)
+    ]  # fmt: skip
+    figure = parallelism(series)
+    assert figure is not None
+    assert [axes.get_title().splitlines()[0] for axes in figure.axes] == ["a, TP2:", "b, TP2:"]
+
+
 def test_the_report_says_what_replicas_give_and_draws_a_panel_for_each_kind(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from jaxserve.bench.charts_choices import parallelism
