@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,11 +95,11 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Commands that would have been run; the one for TP2 fails."""
     seen: list[list[str]] = []
 
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
+    def run(command: list[str], **options: object) -> int:
         seen.append(command)
-        return subprocess.CompletedProcess(command, 1 if "2" in command else 0)
+        return 1 if "2" in command else 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("jaxserve.bench.sweep.run_in_group", run)
     return seen
 
 
@@ -119,23 +120,39 @@ def test_a_sweep_ends_in_time_and_goes_on_from_there(tmp_path: Path, monkeypatch
     """With the first configuration measured, the second one in the middle of it, and the third one not begun."""
     asked: list[float] = []
 
-    def run(command: list[str], *, timeout: float, **options: object) -> subprocess.CompletedProcess[bytes]:
+    def run(command: list[str], *, timeout: float, **options: object) -> int:
         asked.append(timeout)
         name = command[command.index("--name") + 1]
         clock[0] += 60 if name == "TP1" else timeout
         if name != "TP1":
             raise subprocess.TimeoutExpired(command, timeout)
         write_run(tmp_path, name)
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
     clock = [1000.0]
     monkeypatch.setattr("jaxserve.bench.sweep.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("jaxserve.bench.sweep.run_in_group", run)
     configurations = plan(["m"], tensor_parallel_sizes=[1, 2, 4], data_parallel_sizes=[1], **ONE)
     outcome = run_sweep(configurations, LOADS, [], tmp_path, lambda text: None, seconds=100)
     assert outcome == Outcome(unfinished=("TP2", "TP4")) and asked == [100, 40]
     outcome = run_sweep(configurations, LOADS, [], tmp_path, lambda text: None, seconds=70)
     assert outcome == Outcome(unfinished=("TP2", "TP4")) and asked == [100, 40, 70]  # TP1 is done
+
+
+def test_nothing_of_a_configuration_is_left_when_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has started, an engine in a process of its own say, would keep the device from the next one."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {tmp_path / 'pid'}\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("jaxserve.bench.sweep.sys.executable", str(program))
+    [plain] = plan(["m"], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE)
+    outcome = run_sweep([plain], LOADS, [], tmp_path / "study", lambda text: None, seconds=1)
+    assert outcome == Outcome(unfinished=("TP1",))
+    path = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
+    deadline = time.monotonic() + 5
+    while path.exists() and " Z " not in path.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not path.exists() or " Z " in path.read_text()
 
 
 def test_a_folder_holds_figures_of_one_kind(tmp_path: Path, commands: list[list[str]]) -> None:
