@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 from bench_all_reduce import table as all_reduce_table
 
+from jaxserve.bench.process_group import run_in_group
 from jaxserve.bench.records import Load
 from jaxserve.bench.report import build_report
 from jaxserve.bench.results import Series, find_series
@@ -68,7 +68,7 @@ def measure_sums(options: argparse.Namespace, seconds: float) -> None:
     command += ["--rows", options.sum_rows, "--variants", ",".join(SUM_VARIANTS), "--output", str(folder)]
     command += ["--seconds", f"{seconds:.0f}", "--group-seconds", f"{seconds / 2:.0f}"]
     environment = environment_for(Configuration("sums", (), options.devices))
-    subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+    run_in_group(command, environment=environment, stdout=sys.stderr)
 
 
 def sums_of(options: argparse.Namespace) -> list[dict[str, Any]]:

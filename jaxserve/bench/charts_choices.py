@@ -38,12 +38,14 @@ from jaxserve.bench.results import Series
 
 def parallelism(series: Sequence[Series]) -> Figure | None:
     """TPOT of the same devices used by tensor or by data parallelism, and where they cross."""
-    panels_of: dict[str, list[Comparison]] = {}  # by the model over all devices
+    panels_of: dict[object, list[Comparison]] = {}  # by the model over all devices: names need not tell models apart
     for comparison in comparisons(series):
-        panels_of.setdefault(comparison.wide.name, []).append(comparison)
+        key = (group_of(comparison.wide), degrees_of(comparison.wide))
+        panels_of.setdefault(key, []).append(comparison)
     if not panels_of:
         return None
     are_alike = len({group_of(of_one[0].wide) for of_one in panels_of.values()}) == 1
+    names = [of_one[0].wide.name for of_one in panels_of.values()]
     count = len(panels_of)
     figure, panels = new_figure(count, columns=min(2, count), height=4.2 * -(-count // 2))
     for axes in panels[count:]:
@@ -66,7 +68,8 @@ def parallelism(series: Sequence[Series]) -> Figure | None:
         axes.set_xlabel("requests in flight, over all devices")
         axes.set_ylabel("time per output token, mean (ms)")
         axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
-        of_what = "" if are_alike else f"{wide.name}:\n"  # else the title is too long for half a figure
+        name = wide.name if names.count(wide.name) == 1 else f"{wide.environment.get('model')}, {wide.name}"
+        of_what = "" if are_alike else f"{name}:\n"  # else the title is too long for half a figure
         has_floor = any(point.summary.floor_ms for point in wide.of_kind("concurrency"))
         floor = f" (dashed: floor of TP{degree})" if has_floor else ""
         finish(axes, f"{of_what}Tensor or data parallelism on {degree} devices{floor}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.bench.results import Series
+from jaxserve.bench.results import Point, Series
 
 Curve = tuple[np.ndarray, np.ndarray]  # what rises along the curve, and what is told of it
 _PLACES = 400  # between a curve's ends, at which it is looked at
@@ -46,11 +46,19 @@ class Comparison:
         one = self.wide.name
         many = f"{'' if self.times == 1 else f'{self.times} x '}{self.narrow.name} ({self.origin})"
         low, high = max(wide[0][0], narrow[0][0]), min(wide[0][-1], narrow[0][-1])
-        if low >= high:
+        if low > high:
             (fast, first), (slow, second) = sorted(((wide[0], one), (narrow[0], many)), key=lambda each: each[0][0])
             return (
                 f"{first} is faster than {second} at every load that was measured: {fast[0]:.1f} to {fast[-1]:.1f} ms "
                 f"per token, and {slow[0]:.1f} to {slow[-1]:.1f} ms."
+            )
+        if low == high:
+            [ours], [theirs] = _tokens_at(np.asarray([low]), wide), _tokens_at(np.asarray([low]), narrow)
+            (more, first), (less, second) = sorted(((ours, one), (theirs, many)), key=lambda each: -each[0])
+            gives = "as many output tokens a second as" if more == less else "more output tokens a second than"
+            return (
+                f"{first} gives {gives} {second} at {low:.1f} ms per token, the only time that both have: "
+                f"{more:,.0f} and {less:,.0f}."
             )
         times = np.geomspace(low, high, _PLACES)
         ours, theirs = _tokens_at(times, wide), _tokens_at(times, narrow)
@@ -74,7 +82,7 @@ def comparisons(series: Sequence[Series]) -> list[Comparison]:
     """
     groups: dict[tuple[str, ...], dict[tuple[int, int], Series]] = {}
     for part in series:
-        if is_comparable(part) and part.of_kind("concurrency"):
+        if is_comparable(part) and _points(part):
             groups.setdefault(group_of(part), {})[degrees_of(part)] = part
     found = []
     for by_degrees in groups.values():
@@ -91,11 +99,15 @@ def comparisons(series: Sequence[Series]) -> list[Comparison]:
     return found
 
 
+def _points(part: Series) -> list[Point]:
+    """At fixed concurrency, where some request got the second token that a time per token takes."""
+    return [point for point in part.of_kind("concurrency") if point.summary.tpot_ms["mean"] > 0]
+
+
 def tokens_by_tpot(part: Series, times: int) -> Curve:
     """Times per token in rising order, and the most output tokens a second (of so many replicas) with no longer one."""
     points = sorted(
-        (point.summary.tpot_ms["mean"], times * point.summary.output_tokens_per_second)
-        for point in part.of_kind("concurrency")
+        (point.summary.tpot_ms["mean"], times * point.summary.output_tokens_per_second) for point in _points(part)
     )
     tpot, rate = np.asarray(points).T
     return tpot, np.maximum.accumulate(rate)
@@ -109,7 +121,7 @@ def _tokens_at(times: np.ndarray, tokens: Curve) -> np.ndarray:
 
 def tpot_by_load(part: Series, times: int) -> Curve:
     """Requests in flight over all of so many replicas, and the mean time per token."""
-    summaries = [point.summary for point in part.of_kind("concurrency")]
+    summaries = [point.summary for point in _points(part)]
     loads = np.asarray([summary.load.value * times for summary in summaries])
     return loads, np.asarray([summary.tpot_ms["mean"] for summary in summaries])
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jaxserve.bench.process_group import run_in_group
 from jaxserve.bench.records import Load
 from jaxserve.bench.results import is_done
 
@@ -155,16 +156,16 @@ def run_sweep(
         command = [sys.executable, "-m", "jaxserve", "bench", "run", *configuration.arguments, *arguments]
         command += ["--name", configuration.name, "--output", str(runs)]
         try:
-            done = subprocess.run(
-                command, env=environment_for(configuration), stdout=subprocess.DEVNULL, check=False, timeout=left
+            code = run_in_group(
+                command, environment=environment_for(configuration), timeout=left, stdout=subprocess.DEVNULL
             )
         except subprocess.TimeoutExpired:
             unfinished.append(configuration.name)
             tell(f"{configuration.name}: ended after {left:.0f} s, since time was up")
             continue
-        if done.returncode:
+        if code:
             failed.append(configuration.name)
-            tell(f"{configuration.name}: failed with exit code {done.returncode}")
+            tell(f"{configuration.name}: failed with exit code {code}")
     return Outcome(tuple(failed), tuple(unfinished))
 
 

@@ -26,7 +26,8 @@ def inspect(
         typer.Argument(
             metavar="MODEL",
             help="A converted folder, a Hugging Face or Meta folder, a GGUF file; a known name or hf:ORG/NAME, which are "
-            "fetched as `jaxserve pull` does; or an architecture (llama-3-8b, llama-3-70b, llama-3.2-1b, a JSON file).",
+            "fetched as `jaxserve pull` does; or an architecture (llama-3-8b, llama-3-70b, llama-3.2-1b, a JSON file). A "
+            "local folder or file counts before an architecture of that name.",
         ),
     ],
     tensor_parallel_size: Annotated[
@@ -44,9 +45,10 @@ def inspect(
     with reported_errors(verbose):
         # Here and not at the top: it brings jax, which --help need not wait for.
         from jaxserve.checkpoint.inspection import device_memory, inspect_architecture, inspect_checkpoint
-        from jaxserve.models.presets import is_preset, preset_config
+        from jaxserve.models.presets import is_preset, preset_config, preset_names
 
-        if is_preset(model):
+        is_local = model in preset_names() and Path(model).exists()  # then `jaxserve serve` would take that
+        if is_preset(model) and not is_local:
             config = _quantized(preset_config(model), quantization)
             inspection = inspect_architecture(model, config, dtype)
         else:

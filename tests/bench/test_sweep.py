@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,11 +95,11 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Commands that would have been run; the one for TP2 fails."""
     seen: list[list[str]] = []
 
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
+    def run(command: list[str], **options: object) -> int:
         seen.append(command)
-        return subprocess.CompletedProcess(command, 1 if "2" in command else 0)
+        return 1 if "2" in command else 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("jaxserve.bench.sweep.run_in_group", run)
     return seen
 
 
@@ -118,23 +120,39 @@ def test_a_sweep_ends_in_time_and_goes_on_from_there(tmp_path: Path, monkeypatch
     """With the first configuration measured, the second one in the middle of it, and the third one not begun."""
     asked: list[float] = []
 
-    def run(command: list[str], *, timeout: float, **options: object) -> subprocess.CompletedProcess[bytes]:
+    def run(command: list[str], *, timeout: float, **options: object) -> int:
         asked.append(timeout)
         name = command[command.index("--name") + 1]
         clock[0] += 60 if name == "TP1" else timeout
         if name != "TP1":
             raise subprocess.TimeoutExpired(command, timeout)
         write_run(tmp_path, name)
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
     clock = [1000.0]
     monkeypatch.setattr("jaxserve.bench.sweep.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("jaxserve.bench.sweep.run_in_group", run)
     configurations = plan(["m"], tensor_parallel_sizes=[1, 2, 4], data_parallel_sizes=[1], **ONE)
     outcome = run_sweep(configurations, LOADS, [], tmp_path, lambda text: None, seconds=100)
     assert outcome == Outcome(unfinished=("TP2", "TP4")) and asked == [100, 40]
     outcome = run_sweep(configurations, LOADS, [], tmp_path, lambda text: None, seconds=70)
     assert outcome == Outcome(unfinished=("TP2", "TP4")) and asked == [100, 40, 70]  # TP1 is done
+
+
+def test_nothing_of_a_configuration_is_left_when_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has started, an engine in a process of its own say, would keep the device from the next one."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {tmp_path / 'pid'}\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("jaxserve.bench.sweep.sys.executable", str(program))
+    [plain] = plan(["m"], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE)
+    outcome = run_sweep([plain], LOADS, [], tmp_path / "study", lambda text: None, seconds=1)
+    assert outcome == Outcome(unfinished=("TP1",))
+    path = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
+    deadline = time.monotonic() + 5
+    while path.exists() and " Z " not in path.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not path.exists() or " Z " in path.read_text()
 
 
 def test_a_folder_holds_figures_of_one_kind(tmp_path: Path, commands: list[list[str]]) -> None:
@@ -546,6 +564,61 @@ def test_one_that_is_always_better_and_two_that_have_nothing_in_common(tmp_path:
         "TP8 is faster than TP4 x DP2 (measured) at every load that was measured: "
         "1.0 to 1.6 ms per token, and 6.0 to 8.5 ms."
     )
+
+
+def test_two_that_have_one_time_in_common_are_compared_at_it(tmp_path: Path) -> None:
+    """One of them was measured at a single load, whose time lies within the other's."""
+    write_run(tmp_path, "TP1", tpot_ms=5.0, growth_ms=0.1, noise=0.0, settings={"tensor_parallel_size": 1})
+    settings = {"tensor_parallel_size": 2}
+    write_run(tmp_path, "TP2", tpot_ms=7.0, noise=0.0, num_devices=2, loads=LOADS[:1], settings=settings)
+    [found] = comparisons(find_series(tmp_path))
+    # 5 + 0.1 n is 7 ms at 20 in flight, twice: 40 / 7 ms, where TP2 has one.
+    text = str(found)
+    assert text.startswith("2 x TP1 (from one device's figures) gives more output tokens a second than TP2 at 7.")
+    assert "ms per token, the only time that both have: " in text and "every load" not in text
+
+
+def without_tpot(series: Series, *, loads: Sequence[Load]) -> Series:
+    """As where no request of these loads got a second token."""
+    points = [
+        replace(point, summary=replace(point.summary, tpot_ms=dict.fromkeys(point.summary.tpot_ms, 0.0)))
+        if point.summary.load in loads
+        else point
+        for point in series.points
+    ]
+    return replace(series, points=points)
+
+
+def test_loads_without_a_time_per_token_are_not_compared(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from jaxserve.bench.charts_choices import parallelism
+
+    one = series_of(tmp_path, "TP1", tpot_ms=5.0, settings={"tensor_parallel_size": 1})
+    two = series_of(tmp_path, "TP2", tpot_ms=3.0, num_devices=2, settings={"tensor_parallel_size": 2})
+    part = without_tpot(two, loads=LOADS[:1])
+    [found] = comparisons([without_tpot(one, loads=LOADS[:1]), part])
+    [clean] = comparisons([replace(each, points=each.points[1:]) for each in (one, two)])
+    assert str(found) == str(clean)
+    figure = parallelism([one, part])
+    assert figure is not None and min(figure.axes[0].lines[0].get_ydata()) > 3
+    assert comparisons([one, without_tpot(two, loads=LOADS)]) == []
+    assert comparisons([without_tpot(one, loads=LOADS), two]) == []
+    assert parallelism([one, without_tpot(two, loads=LOADS)]) is None
+
+
+def test_models_whose_runs_are_called_alike_get_a_panel_each(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from jaxserve.bench.charts_choices import parallelism
+
+    series = [
+        series_of(tmp_path / model, f"TP{degree}", model=model, tpot_ms=5.0 / degree, num_devices=degree,
+                  settings={"tensor_parallel_size": degree})
+        for model in ("a", "b")
+        for degree in (1, 2)
+    ]  # fmt: skip
+    figure = parallelism(series)
+    assert figure is not None
+    assert [axes.get_title().splitlines()[0] for axes in figure.axes] == ["a, TP2:", "b, TP2:"]
 
 
 def test_the_report_says_what_replicas_give_and_draws_a_panel_for_each_kind(tmp_path: Path) -> None:

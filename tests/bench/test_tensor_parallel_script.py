@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,11 +29,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+def commands(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """Commands that would have been run; each leaves what it would have measured."""
     seen: list[list[str]] = []
 
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+    def run(command: list[str], **options: Any) -> int:
         seen.append(command)
         if "--name" not in command:
             folder = Path(command[command.index("--output") + 1])
@@ -45,7 +44,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]
                 for rows in (1, 64)
             ]
             (folder / "all_reduce.json").write_text(json.dumps(lines))
-            return subprocess.CompletedProcess(command, 0)
+            return 0
         name = command[command.index("--name") + 1]
         tensor = int(command[command.index("--tensor-parallel-size") + 1])
         data = int(command[command.index("--data-parallel-size") + 1]) if "--data-parallel-size" in command else 1
@@ -54,9 +53,10 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]
             settings["speculative_config"] = command[command.index("--speculative-config") + 1]
         write_run(tmp_path, name, tpot_ms=40 / tensor, growth_ms=0.1 / data, loads=LOADS, noise=0.0,
                   num_devices=tensor * data, settings=settings)  # fmt: skip
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("jaxserve.bench.sweep.run_in_group", run)
+    monkeypatch.setattr(script, "run_in_group", run)
     return seen
 
 

@@ -80,3 +80,13 @@ def test_what_there_is_not_is_told_with_what_there_is() -> None:
     code, output = inspect("no-such-model")
     assert code == 1
     assert "unknown model 'no-such-model'" in output and "llama-3-70b" in output and source.DEFAULT_MODEL in output
+
+
+def test_a_folder_counts_before_an_architecture_of_that_name(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for `jaxserve serve`, which knows no architectures."""
+    (tmp_path / "llama-3-8b").symlink_to(tiny_model_dir)
+    monkeypatch.chdir(tmp_path)
+    code, output = inspect("llama-3-8b")
+    assert code == 0 and "random weights" not in output and "hidden_size = 64" in output
