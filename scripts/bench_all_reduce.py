@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.bench.process_group import run_in_group
 from jaxserve.bench.profile import traced_kernels
 from jaxserve.kernels.add_rms_norm import add_rms_norm
 from jaxserve.kernels.all_reduce_add_rms_norm import all_reduce_add_rms_norm
@@ -43,7 +43,9 @@ CALLS = (8, 72)
 LAUNCHES = 8  # of a program, ahead of each other
 REPETITIONS = 5
 TOTAL_SECONDS = 230.0
+HANG_SECONDS = 30.0  # that no case takes, nor a case and the end of its process
 
+Case = tuple[str, int]  # variant and rows
 CUT, WHOLE = PartitionSpec(AXIS), PartitionSpec()
 
 
@@ -202,8 +204,8 @@ def profile_kernels(program: Callable[[], jax.Array]) -> list[dict[str, Any]]:
     ]
 
 
-def run_group(names: list[str], options: argparse.Namespace, output: Path) -> None:
-    """Measures some variants in this process; a line of JSON for each figure, as soon as there is one."""
+def run_group(cases: list[Case], options: argparse.Namespace, output: Path) -> None:
+    """Measures some cases in this process; a line of JSON for each figure, as soon as there is one."""
     began = time.perf_counter()
     devices = jax.devices()[: options.devices or None]
     mesh = Mesh(np.asarray(devices), (AXIS,))
@@ -221,73 +223,111 @@ def run_group(names: list[str], options: argparse.Namespace, output: Path) -> No
     with ThreadPoolExecutor(16) as pool:
         compiling = {
             (name, count, calls): pool.submit(compile_chain, name, mesh, calls, inputs[count], peers)
-            for name in names
-            for count in rows
+            for name, count in cases
             for calls in CALLS
         }
         # Nothing is loaded onto a device while another's kernel waits for it.
         wait(compiling.values())
         record(compiled_after_s=round(time.perf_counter() - began, 1))
-        for name in names:
-            for count in rows:
-                try:
-                    short, long = (compiling[name, count, calls].result() for calls in CALLS)
-                    # The first run of a program loads it: before anything is launched ahead.
-                    jax.block_until_ready(long())
-                    error = error_of(name, inputs[count], summed, short(), CALLS[0])
-                    # Launched ahead, the two lengths in turn: nothing is left over from one to the next.
-                    several = [program() for _ in range(4) for program in (short, long)]
-                    if any(not np.array_equal(np.asarray(several[i]), np.asarray(several[i % 2])) for i in range(8)):
-                        raise ValueError(f"{name}, {count} rows: runs of the same program differ")
-                    if not error < 0.05:
-                        raise ValueError(f"{name}, {count} rows: {error=} against the same chain in float32")
-                    times = [time_program(program) for program in (short, long)]
-                    record(
-                        variant=name,
-                        rows=count,
-                        us=round((times[1] - times[0]) / (CALLS[1] - CALLS[0]) * 1e6, 2),
-                        us_whole_program=round(times[1] * 1e6, 1),
-                        error=round(error, 5),
-                    )
-                except Exception as error:  # the other sizes and variants are still to be measured
-                    record(variant=name, rows=count, failed=f"{type(error).__name__}: {error}"[:300])
-        for name in names if options.profile else ():
-            for count in (rows[0], rows[-1]):
-                try:
-                    for kernel in profile_kernels(compiling[name, count, CALLS[1]].result()):
-                        record(variant=name, rows=count, **kernel)
-                except Exception as error:
-                    record(variant=name, rows=count, profile_failed=f"{type(error).__name__}: {error}"[:300])
+        for name, count in cases:
+            try:
+                short, long = (compiling[name, count, calls].result() for calls in CALLS)
+                # The first run of a program loads it: before anything is launched ahead.
+                jax.block_until_ready(long())
+                error = error_of(name, inputs[count], summed, short(), CALLS[0])
+                # Launched ahead, the two lengths in turn: nothing is left over from one to the next.
+                several = [program() for _ in range(4) for program in (short, long)]
+                if any(not np.array_equal(np.asarray(several[i]), np.asarray(several[i % 2])) for i in range(8)):
+                    raise ValueError(f"{name}, {count} rows: runs of the same program differ")
+                if not error < 0.05:
+                    raise ValueError(f"{name}, {count} rows: {error=} against the same chain in float32")
+                times = [time_program(program) for program in (short, long)]
+                record(
+                    variant=name,
+                    rows=count,
+                    us=round((times[1] - times[0]) / (CALLS[1] - CALLS[0]) * 1e6, 2),
+                    us_whole_program=round(times[1] * 1e6, 1),
+                    error=round(error, 5),
+                )
+            except Exception as error:  # the other sizes and variants are still to be measured
+                record(variant=name, rows=count, failed=f"{type(error).__name__}: {error}"[:300])
+        for name, count in cases if options.profile else ():
+            if count not in (rows[0], rows[-1]):
+                continue
+            try:
+                for kernel in profile_kernels(compiling[name, count, CALLS[1]].result()):
+                    record(variant=name, rows=count, **kernel)
+            except Exception as error:
+                record(variant=name, rows=count, profile_failed=f"{type(error).__name__}: {error}"[:300])
+
+
+def told(figures: list[dict[str, Any]]) -> set[Case]:
+    """What was measured, or failed."""
+    return {(line["variant"], line["rows"]) for line in figures if "us" in line or "failed" in line}
 
 
 def start_groups(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Runs each group in its own process, one after the other; returns all their figures."""
+    """Runs each group in its own process, one after the other; returns all their figures, which the folder then has too.
+
+    A group that ends abnormally has failed, with all that it had still to measure. One that time is up for has not, but
+    what it hung in: else the same would be tried again whenever the rest is asked for.
+    """
     deadline = time.monotonic() + options.seconds
     chosen = options.variants.split(",") if options.variants else list(VARIANTS)
-    figures: list[dict[str, Any]] = []
+    rows = [int(part) for part in options.rows.split(",")]
+    path = folder / "all_reduce.json"
+    figures: list[dict[str, Any]] = json.loads(path.read_text()) if options.resume and path.is_file() else []
     for group in GROUPS:
-        names = [name for name in group if name in chosen]
+        cases = [(name, count) for name in group if name in chosen for count in rows]
+        cases = [case for case in cases if case not in told(figures)]
         left = deadline - time.monotonic()
-        if not names or left < 15:
+        if not cases or left < 15:
             continue
+        names = list(dict.fromkeys(name for name, _ in cases))
         output = folder / f"{'-'.join(names)}.jsonl"
         output.unlink(missing_ok=True)
         environment = dict(os.environ)
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {VARIANTS[names[0]].xla_flags}".strip()
         environment.setdefault("NCCL_NVLS_ENABLE", "0")
-        command = [sys.executable, __file__, *sys.argv[1:], "--group", ",".join(names), "--group-output", str(output)]
+        asked = ",".join(f"{name}:{count}" for name, count in cases)
+        command = [sys.executable, __file__, *sys.argv[1:], "--group", asked, "--group-output", str(output)]
         print(f"== {', '.join(names)} ({left:.0f} s left)", flush=True)
-        with subprocess.Popen(command, env=environment, start_new_session=True) as process:
-            try:
-                process.wait(min(left, options.group_seconds))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                print(f"{names} took too long and was ended", flush=True)
-        if process.returncode:
-            print(f"{names} ended with {process.returncode}", flush=True)
-        if output.exists():
-            figures += [json.loads(line) for line in output.read_text().splitlines()]
+        code = None
+        try:
+            code = run_in_group(command, environment=environment, timeout=min(left, options.group_seconds))
+        except subprocess.TimeoutExpired:
+            print(f"{names} took too long and was ended", flush=True)
+            hung = hung_case(cases, output)
+            if hung:
+                figures.append(
+                    {"variant": hung[0], "rows": hung[1], "failed": f"hung for {HANG_SECONDS:.0f} s or more"}
+                )
+        finally:  # also where one does not want to wait for the rest
+            figures += read_lines(output)
+            if code:
+                print(f"{names} ended with {code}", flush=True)
+                failed = f"its process ended with {code}"
+                untold = [case for case in cases if case not in told(figures)]
+                figures += [{"variant": name, "rows": count, "failed": failed} for name, count in untold]
+            aside = path.with_suffix(".new")
+            aside.write_text(json.dumps(figures, indent=1))
+            aside.replace(path)
     return figures
+
+
+def hung_case(cases: list[Case], output: Path) -> Case | None:
+    """Of a group that was ended: what it did not come on from, for so long that it had not just begun with it."""
+    lines = read_lines(output)
+    compiled = any("compiled_after_s" in line for line in lines)
+    if not compiled or time.time() - output.stat().st_mtime < HANG_SECONDS:
+        return None
+    return next((case for case in cases if case not in told(lines)), None)
+
+
+def read_lines(output: Path) -> list[dict[str, Any]]:
+    """What a group has written; its last line may be cut."""
+    lines = output.read_text().splitlines(keepends=True) if output.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def table(figures: list[dict[str, Any]], size: int) -> str:
@@ -321,16 +361,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="after which no more is measured")
     parser.add_argument("--group-seconds", type=float, default=75.0)
     parser.add_argument("--output", default="bench_all_reduce", help="folder")
+    parser.add_argument("--resume", action="store_true", help="keep the folder's figures, and measure what it lacks")
     parser.add_argument("--group", default="", help=argparse.SUPPRESS)
     parser.add_argument("--group-output", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.group:
-        run_group(options.group.split(","), options, Path(options.group_output))
+        pairs = [part.split(":") for part in options.group.split(",")]
+        run_group([(name, int(count)) for name, count in pairs], options, Path(options.group_output))
         return
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     figures = start_groups(options, folder)
-    (folder / "all_reduce.json").write_text(json.dumps(figures, indent=1))
     print(table(figures, options.size), flush=True)
 
 

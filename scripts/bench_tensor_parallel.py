@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_all_reduce import table as all_reduce_table
+from bench_all_reduce import told
 
 from jaxserve.bench.process_group import run_in_group
 from jaxserve.bench.records import Load
@@ -63,7 +64,7 @@ def measure_sums(options: argparse.Namespace, seconds: float) -> None:
     folder = options.output / "all-reduce"
     if seconds < LEAST_SUM_SECONDS or not missing_sums(options):
         return
-    command = [sys.executable, str(Path(__file__).with_name("bench_all_reduce.py")), "--no-profile"]
+    command = [sys.executable, str(Path(__file__).with_name("bench_all_reduce.py")), "--no-profile", "--resume"]
     command += ["--devices", str(options.devices), "--size", str(preset_config(options.model).hidden_size)]
     command += ["--rows", options.sum_rows, "--variants", ",".join(SUM_VARIANTS), "--output", str(folder)]
     command += ["--seconds", f"{seconds:.0f}", "--group-seconds", f"{seconds / 2:.0f}"]
@@ -78,9 +79,9 @@ def sums_of(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def missing_sums(options: argparse.Namespace) -> bool:
     """Whether there is a case that neither was measured nor failed."""
-    told = {(line["variant"], line["rows"]) for line in sums_of(options) if "us" in line or "failed" in line}
+    done = told(sums_of(options))
     rows = parse_counts(options.sum_rows, "--sum-rows")
-    return any((variant, count) not in told for variant in SUM_VARIANTS for count in rows)
+    return any((variant, count) not in done for variant in SUM_VARIANTS for count in rows)
 
 
 def tpot_table(series: Sequence[Series], names: Sequence[str], loads: Sequence[Load], goals: Sequence[float]) -> str:
@@ -120,6 +121,9 @@ def results(options: argparse.Namespace, names: Sequence[str], loads: Sequence[L
     if sums:
         size = preset_config(options.model).hidden_size
         parts.append(f"sums over {options.devices} devices: {all_reduce_table(sums, size)}")
+    failed_sums = [f"{line['variant']} of {line['rows']} rows ({line['failed']})" for line in sums if "failed" in line]
+    if failed_sums:
+        parts.append(f"sums that failed: {', '.join(failed_sums)}")
     if outcome.failed:
         parts.append(f"failed: {', '.join(outcome.failed)}")
     unfinished = [*outcome.unfinished, *(["sums over devices"] if missing_sums(options) else [])]

@@ -79,7 +79,7 @@ def test_one_command_measures_everything_and_says_it_last(
         else:
             assert not drafts
     sums = commands[-1]
-    assert Path(sums[1]).name == "bench_all_reduce.py"
+    assert Path(sums[1]).name == "bench_all_reduce.py" and "--resume" in sums
     assert (sums[sums.index("--devices") + 1], sums[sums.index("--size") + 1]) == ("8", "8192")
     output = capsys.readouterr().out
     assert output == (tmp_path / "results.txt").read_text()
@@ -105,6 +105,20 @@ def test_without_time_it_says_what_is_missing(
         f"not done yet: {', '.join(NAMES)}, sums over devices; the same command goes on from here"
     )
     assert script.main(arguments) == 0
+
+
+def test_sums_that_failed_are_told_and_are_not_missing(
+    script: ModuleType, commands: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*ASKED, "--output", str(tmp_path)]
+    script.main(arguments)
+    path = tmp_path / "all-reduce" / "all_reduce.json"
+    *lines, last = json.loads(path.read_text())
+    failed = {"variant": last["variant"], "rows": last["rows"], "failed": "its process ended with -11"}
+    path.write_text(json.dumps([*lines, failed]))
+    capsys.readouterr()
+    assert script.main(arguments) == 0 and len(commands) == len(NAMES) + 1
+    assert "sums that failed: peers_float32 of 64 rows (its process ended with -11)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
