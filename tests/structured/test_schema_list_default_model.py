@@ -17,6 +17,7 @@ from jaxserve.engine.token_masks import MASK_BITS, num_words
 from jaxserve.structured.grammar import Grammar, compile_grammar
 from jaxserve.structured.vocabulary import make_vocabulary
 from jaxserve.text.tokenizer import load_tokenizer
+from tests.optimized_programs import optimized_programs
 from tests.structured.grammars import compiled, refused_at
 from tests.structured.schemas import SchemaCase
 from tests.structured.test_schema_list import CASES, CONFIG, obey, obey_all, text_of
@@ -55,12 +56,15 @@ def test_values_are_accepted_and_refused_in_its_own_tokens(default_model_dir: Pa
 
 @pytest.fixture(scope="module")
 def engine(default_model_dir: Path) -> Iterator[Engine]:
-    with Engine(
-        str(default_model_dir), dataclasses.replace(CONFIG, max_num_batched_tokens=32, max_model_len=256)
-    ) as engine:
+    with optimized_programs():
+        engine = Engine(
+            str(default_model_dir), dataclasses.replace(CONFIG, max_num_batched_tokens=32, max_model_len=256)
+        )
+    with engine:
         yield engine
 
 
+@pytest.mark.timeout(900)
 def test_its_answers_satisfy_a_tenth_of_the_list(engine: Engine) -> None:
     """Three seeds each, most of them many at a time, and every other answer streamed."""
     cases = CASES[::10]
