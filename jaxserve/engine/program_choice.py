@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
 
 from jaxserve.engine.device_batch import Bucket
 
 logger = logging.getLogger(__name__)
 
+_ROUNDS, _TIMED = 3, 2  # in which a program's time is measured, and its runs in each
 _GAIN = 0.96  # of its own time that a larger program must stay under to take a smaller one's steps
 
 
@@ -31,6 +36,31 @@ def fastest_programs(seconds: Mapping[Bucket, float]) -> dict[Bucket, Bucket]:
                 bucket, own * 1e3, best, seconds[best] * 1e3,
             )  # fmt: skip
     return chosen
+
+
+def times_in_rounds(seconds: Callable[[str], float], names: Sequence[str]) -> dict[str, list[float]]:
+    """What each of some programs takes, several times.
+
+    Args:
+        seconds: measures one of them once.
+    """
+    # Round by round, so that what disturbs the machine for a while does not meet all rounds of a program.
+    rounds = [{name: seconds(name) for name in names} for _ in range(_ROUNDS)]
+    return {name: [each[name] for each in rounds] for name in names}
+
+
+def seconds_of_run(launch: Callable[[], object], arrays: Callable[[], Any]) -> float:
+    """Seconds of one run of a program, some of which are launched ahead of each other as always.
+
+    Args:
+        arrays: those that the runs before it and its own leave behind, as they are now.
+    """
+    jax.block_until_ready(arrays())
+    started = time.perf_counter()
+    for _ in range(_TIMED):
+        launch()
+    jax.block_until_ready(arrays())
+    return (time.perf_counter() - started) / _TIMED
 
 
 def is_settled(rounds: Sequence[float]) -> bool:

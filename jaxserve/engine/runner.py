@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from jaxserve.engine.processor_state import (
     empty_processors,
     slot_processors,
 )
-from jaxserve.engine.program_choice import fastest_programs
+from jaxserve.engine.program_choice import fastest_programs, seconds_of_run, times_in_rounds
 from jaxserve.engine.program_compiler import ProgramCompiler, SampleProgram
 from jaxserve.engine.programs import PROMPT_LOGPROBS_BLOCK, ProgramFactory, without_layers
 from jaxserve.engine.schedule import DraftedTokens, SampledTokens, ScheduledBatch
@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 # Runs of a program before it takes what it always takes: the first loads its code, the second makes its launch graph.
 _SETTING_UP = 2
-_ROUNDS, _TIMED = 3, 2  # in which a program's time is measured, and its runs in each
 
 
 class Runner(Protocol):
@@ -160,25 +159,15 @@ class ModelRunner:
         """What each program takes that prompts run in; the others have no choice."""
         buckets = {str(bucket): bucket for bucket in self._forward if bucket.prefill_tokens}
         names = sorted(buckets)
-
-        def measure(wanted: Sequence[str]) -> dict[str, list[float]]:
-            # Round by round, so that what disturbs the machine for a while does not meet all rounds of a program.
-            rounds = [{name: self._time(buckets[name]) for name in wanted} for _ in range(_ROUNDS)]
-            return {name: [seconds[name] for seconds in rounds] for name in wanted}
-
+        measure = partial(times_in_rounds, lambda name: self._time(buckets[name]))
         seconds = self._programs.load_or_measure(f"steps of {', '.join(names)}", names, measure)
         return {bucket: seconds[name] for name, bucket in buckets.items()}
 
     def _time(self, bucket: Bucket) -> float:
-        """Seconds of a step without anybody in it; such steps are launched ahead of each other as always."""
+        """Seconds of a step without anybody in it."""
         nobody = ScheduledBatch(decode=(), prefill=())
         packed = put_replicated(pack(nobody, bucket, self._sizes), self._replicated)
-        jax.block_until_ready(self._state)
-        started = time.perf_counter()
-        for _ in range(_TIMED):
-            self._forward_step(nobody, bucket, None, packed)
-        jax.block_until_ready(self._state)
-        return (time.perf_counter() - started) / _TIMED
+        return seconds_of_run(lambda: self._forward_step(nobody, bucket, None, packed), lambda: self._state)
 
     def _rehearse(self, advance: Callable[[int], None]) -> None:
         """Runs every program on an empty step: what a GPU sets up at a program's first runs is no request's wait."""

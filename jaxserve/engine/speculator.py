@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from jaxserve.engine.drafters import Drafter
 from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.head_drafters import HeadDrafter
 from jaxserve.engine.processor_state import ProcessorState
+from jaxserve.engine.program_choice import seconds_of_run, times_in_rounds
 from jaxserve.engine.programs import ProgramFactory
 from jaxserve.engine.schedule import PrefillChunk, ScheduledBatch
 from jaxserve.engine.showing_times import num_shown
@@ -32,8 +33,6 @@ from jaxserve.sampling_params import SamplingMode
 from jaxserve.sharding.placement import put_replicated, replicated
 
 logger = logging.getLogger(__name__)
-
-_ROUNDS, _TIMED = 3, 2  # in which the time is measured that showing takes, and runs in each
 
 
 @dataclass(frozen=True)
@@ -209,12 +208,7 @@ class Speculator:
         """
         buckets = {str(bucket): bucket for bucket in self._feed}
         names = sorted(buckets, key=lambda name: num_shown(buckets[name]))[: None if all_sizes else 1]
-
-        def measure(wanted: Sequence[str]) -> Mapping[str, list[float]]:
-            # Round by round, so that what disturbs the machine for a while does not meet all rounds of a program.
-            rounds = [{name: self._time_feed(buckets[name], state) for name in wanted} for _ in range(_ROUNDS)]
-            return {name: [seconds[name] for seconds in rounds] for name in wanted}
-
+        measure = partial(times_in_rounds, lambda name: self._time_feed(buckets[name], state))
         for name in names:
             self._time_feed(buckets[name], state)
         seconds = programs.load_or_measure(f"showing of {', '.join(names)}", names, measure) if names else {}
@@ -223,12 +217,7 @@ class Speculator:
     def _time_feed(self, bucket: Bucket, state: DecodeState) -> float:
         """Seconds that it takes to show a step without anybody in it."""
         nobody = ScheduledBatch(decode=(), prefill=())
-        jax.block_until_ready(self._memory)
-        started = time.perf_counter()
-        for _ in range(_TIMED):
-            self._feed_step(nobody, bucket, state)
-        jax.block_until_ready(self._memory)
-        return (time.perf_counter() - started) / _TIMED
+        return seconds_of_run(lambda: self._feed_step(nobody, bucket, state), lambda: self._memory)
 
     def observe(
         self,
