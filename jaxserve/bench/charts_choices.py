@@ -31,6 +31,7 @@ from jaxserve.bench.parallelism import (
     degrees_of,
     group_of,
     is_comparable,
+    setup_of,
     tpot_by_load,
 )
 from jaxserve.bench.results import Series
@@ -189,5 +190,5 @@ def _is_plain(part: Series) -> bool:
 
 def _goes_with(plain: Series, speculating: Series) -> bool:
     """Whether they differ in speculation alone."""
-    same_kind = group_of(plain)[:-1] == group_of(speculating)[:-1]
-    return _is_plain(plain) and same_kind and degrees_of(plain) == degrees_of(speculating)
+    is_alike = setup_of(plain) == setup_of(speculating) and degrees_of(plain) == degrees_of(speculating)
+    return _is_plain(plain) and is_alike

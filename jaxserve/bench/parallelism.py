@@ -154,8 +154,12 @@ def degrees_of(part: Series) -> tuple[int, int]:
     return int(part.setting("tensor_parallel_size", 1)), int(part.setting("data_parallel_size", 1))
 
 
+def setup_of(part: Series) -> tuple[str, ...]:
+    """What is measured, on what, with what traffic; whether it speculates is no part of it."""
+    known = part.environment
+    return (*(str(known.get(name)) for name in ("model", "device", "workload")), str(part.setting("quantization")))
+
+
 def group_of(part: Series) -> tuple[str, ...]:
     """What runs must have in common to be set against each other."""
-    known = part.environment
-    kinds = (str(known.get(name)) for name in ("model", "device", "workload"))
-    return (*kinds, str(part.setting("quantization")), str(part.setting("speculative_config")))
+    return (*setup_of(part), str(part.setting("speculative_config")))

@@ -93,9 +93,10 @@ class DraftBacklog:
             if num_rows == self._limits.max_prefill_rows or used + count > self._limits.max_num_batched_tokens:
                 before, used, num_rows = taken, 0, 0
             used, num_rows = used + count, num_rows + 1
-            if before + seconds(0, used) > most:
+            with_row = before + seconds(0, used)
+            if with_row > most:
                 return number, taken
-            taken = before + seconds(0, used)
+            taken = with_row
         return len(counts), taken
 
     def show(self, rows: Rows[DecodeRow], counts: Rows[int]) -> tuple[tuple[PrefillChunk, ...], ...]:

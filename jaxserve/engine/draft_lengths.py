@@ -97,7 +97,7 @@ class DraftLengths:
         self._max_rows = max_rows
         self._adaptive = adaptive
         self._common = DraftRecord()
-        self._times: dict[tuple[int, int], _StepTime] = {}  # by `_size` of the number of rows, and drafts
+        self._times: dict[tuple[int, int], _StepTime] = {}  # by `size_class` of the number of rows, and drafts
         self._plain_steps = 0  # since the last one with drafts
         self._num_drafts = 0
         self._num_draft_tokens = 0
@@ -150,7 +150,7 @@ class DraftLengths:
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """Takes in what a step took."""
         if not batch.prefill:
-            self._times.setdefault((_size(len(batch.decode)), batch.num_drafts), _StepTime()).add(seconds)
+            self._times.setdefault((size_class(len(batch.decode)), batch.num_drafts), _StepTime()).add(seconds)
 
     def observe_tokens(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
         """Takes in what the model kept of a step's drafts."""
@@ -203,11 +203,11 @@ class DraftLengths:
 
     def _time(self, num_rows: int, num_drafts: int) -> float | None:
         """Seconds of a step that only decodes; None: too few were seen."""
-        known = self._times.get((_size(num_rows), num_drafts))
+        known = self._times.get((size_class(num_rows), num_drafts))
         return None if known is None or known.count < _FEW else known.seconds
 
 
-def _size(num_rows: int) -> int:
+def size_class(num_rows: int) -> int:
     """The same for numbers of rows up to a power of two, as they are padded: 1, 2, 3 to 4, 5 to 8, ..."""
     return (num_rows - 1).bit_length()
 

@@ -141,15 +141,17 @@ class DraftPlanner:
         most = self._limits.max_num_batched_tokens
         num_few = sum(count <= min(_FEW_TOKENS, most) for count in counts)
         few, spent = self._backlog.affordable(counts[:num_few], showing.seconds, showing.may_spend)
-        parts: list[int] = []
+        parts: list[tuple[DecodeRow, int]] = []
+        used, taken = 0, 0.0  # one group holds them all
         if few == num_few:
-            for count in counts[few : few + self._limits.max_prefill_rows]:
-                part = min(count, most - sum(parts))
-                if not part or spent + self._seconds([*parts, part]) > showing.may_spend:
+            for row in behind[few : few + self._limits.max_prefill_rows]:
+                part = min(row.sequence.num_unshown, most - used)
+                if not part or spent + showing.seconds(0, used + part) > showing.may_spend:
                     break
-                parts.append(part)
-        in_parts = list(zip(behind[few:], parts, strict=False))
-        return _CatchUp(behind[:few], in_parts, (spent, self._seconds(parts)))
+                parts.append((row, part))
+                used += part
+                taken = showing.seconds(0, used)
+        return _CatchUp(behind[:few], parts, (spent, taken))
 
     def _seconds(self, counts: Rows[int]) -> float:
         """What it takes at most to show so many tokens of each of some rows."""

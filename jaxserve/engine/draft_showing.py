@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.draft_lengths import DraftLengths, size_class
 
 # Seconds that it takes to show a drafter a step with this many decode rows and this many tokens in chunks.
 ShowingSeconds = Callable[[int, int], float]
@@ -105,4 +105,4 @@ class DraftShowing:
         self._account(num_rows).showing += seconds
 
     def _account(self, num_rows: int) -> _Account:
-        return self._accounts.setdefault((num_rows - 1).bit_length(), _Account())
+        return self._accounts.setdefault(size_class(num_rows), _Account())
