@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.records import Load, RequestRecord, RunResult, Snapshot, summarize
-from jaxserve.bench.results import write_environment, write_load
+from jaxserve.bench.results import Series, read_series, write_environment, write_load
 
 LOADS = tuple(Load("concurrency", value) for value in (1, 4, 8, 16, 30, 64))
 RATES = tuple(Load("rate", value) for value in (1, 2, 4, 8))
@@ -83,3 +83,8 @@ def write_sweep(folder: Path) -> None:
               settings={"tensor_parallel_size": 1, "static_batching": True})  # fmt: skip
     write_run(folder, "127.0.0.1:8001", tpot_ms=6.6, growth_ms=0.06, floor_share=None, engine="127.0.0.1:8001",
               transport="http")  # fmt: skip
+
+
+def series_of(folder: Path, name: str, **options: Any) -> Series:
+    """What `write_run` leaves, without noise, read back."""
+    return read_series(write_run(folder, name, noise=0.0, **options))

@@ -1,10 +1,12 @@
-"""An engine that files of tests share: it has every program that there is, which takes longest to compile."""
+"""What files of tests share: an engine that has every program that there is, and programs that are kept between starts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineClient
@@ -19,3 +21,14 @@ def small_engine() -> Iterator[EngineClient]:
     )
     with tiny_engine(config) as engine:
         yield engine
+
+
+@pytest.fixture
+def without_jax_cache() -> Iterator[str]:
+    """As `program_folder` sees to it: programs are kept in jax's own cache or here, never in both. Yields jax's folder."""
+    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()

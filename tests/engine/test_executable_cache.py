@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine.build import program_folder
 from jaxserve.engine.device_batch import Bucket
 from jaxserve.engine.executable_cache import ExecutableCache, compile_options
+
+pytestmark = pytest.mark.usefixtures("without_jax_cache")
 
 
 class Program:
@@ -47,17 +48,6 @@ class Program:
         result = compiled(jax.device_put(np.arange(8, dtype=np.float32), self.sharding))
         assert result.sharding.device_set == set(self.devices)
         np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(8))
-
-
-@pytest.fixture(autouse=True)
-def without_jax_cache() -> Iterator[str]:
-    """As `program_folder` sees to it: programs are kept in jax's own cache or here, never in both. Yields jax's folder."""
-    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield folder
-    jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])

@@ -20,6 +20,7 @@ from jaxserve.models.params import LayerParams, LlamaParams, param_specs
 from jaxserve.sharding.collectives import Collectives
 from jaxserve.sharding.mesh import TENSOR_AXIS, make_mesh
 from jaxserve.sharding.placement import named_shardings, partition_specs
+from tests.optimized_programs import OPTIMIZED
 
 _SPARE_PAGES = 3
 _WHOLE = PartitionSpec()  # replicated
@@ -209,5 +210,4 @@ def _program(
     function: Callable[..., Any], mesh: Mesh, inputs: Any, outputs: Any, is_optimized: bool, donated: int | None = None
 ) -> Any:
     mapped = jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-    options = {"xla_backend_optimization_level": 3} if is_optimized else None
-    return jax.jit(mapped, donate_argnums=donated, compiler_options=options)
+    return jax.jit(mapped, donate_argnums=donated, compiler_options=OPTIMIZED if is_optimized else None)
