@@ -37,6 +37,11 @@ SCOPES = (
     "lm_head",
 )  # fmt: skip
 
+# What lies around them in speculation, by how a table tells it.
+_SPECULATION = {
+    "draft": "draft", "feed_drafter": "show", "show_drafter": "show", "verify": "verify", "verify_full": "verify",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class KernelEvent:
@@ -170,14 +175,15 @@ def read_events(path: Path) -> list[KernelEvent]:
 
 
 def scope_of(origin: str, kernel: str) -> str:
-    """The innermost known scope in a path such as "jit(forward)/mlp/dot_general"; else by the kernel's own name."""
-    for part in reversed(origin.split("/")):
-        if part in SCOPES:
-            return part
-    for name, scope in (("attention", "attention"), ("rope_write", "rope_write_kv")):
-        if name in kernel:
-            return scope
-    return ""
+    """The innermost known scope in a path such as "jit(forward)/mlp/dot_general"; else by the kernel's own name.
+
+    What a drafter does is told apart from the same of the model: "draft mlp".
+    """
+    parts = origin.split("/")
+    speculation = next((_SPECULATION[part] for part in parts if part in _SPECULATION), "")
+    by_name = (scope for name, scope in (("attention", "attention"), ("rope_write", "rope_write_kv")) if name in kernel)
+    scope = next((part for part in reversed(parts) if part in SCOPES), None) or next(by_name, "")
+    return f"{speculation} {scope}".strip()
 
 
 def scope_floors(

@@ -10,7 +10,16 @@ import typer
 from jaxserve.cli.bench_options import parse_counts
 from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
-from jaxserve.cli.options import DeviceName, DTypeName, KVCacheDTypeName, QuantizationName, Verbose
+from jaxserve.cli.options import (
+    DeviceName,
+    DTypeName,
+    KVCacheDTypeName,
+    QuantizationName,
+    SpeculativeConfigJson,
+    SyntheticAcceptance,
+    Verbose,
+    read_speculative_config,
+)
 from jaxserve.progress_display import progress_on
 
 
@@ -27,6 +36,8 @@ def profile(
     max_num_seqs: Annotated[int | None, typer.Option(metavar="COUNT", help="Sequences that run at once.")] = None,
     max_model_len: Annotated[int | None, typer.Option(metavar="COUNT", help="Longest sequence in tokens.")] = None,
     dtype: DTypeName = "auto",
+    speculative_config: SpeculativeConfigJson = None,
+    speculative_synthetic_acceptance: SyntheticAcceptance = None,
     device: DeviceName = "auto",
     verbose: Verbose = 0,
 ) -> None:
@@ -44,6 +55,8 @@ def profile(
             "tensor_parallel_size": tensor_parallel_size, "quantization": quantization,
             "kv_cache_dtype": kv_cache_dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len,
             "dtype": dtype, "device": device, "enable_prefix_caching": False,
+            "speculative_config": read_speculative_config(speculative_config, speculative_synthetic_acceptance),
+            "load_format": None if speculative_synthetic_acceptance is None else "dummy",
         }  # fmt: skip
         engine = start_engine(model, engine_config(settings), progress_on())
         try:

@@ -128,6 +128,9 @@ def test_kernels_are_put_to_the_paragraph_that_they_belong_to() -> None:
     assert scope_of("", "decode_attention_main") == "attention"
     assert scope_of("", "rope_write_kv_kernel") == "rope_write_kv"
     assert scope_of("", "fusion_3") == ""
+    assert scope_of("jit(draft)/draft/while/body/mlp/dot_general", "gemm") == "draft mlp"
+    assert scope_of("jit(draft)/draft/while/body", "decode_attention_main") == "draft attention"
+    assert scope_of("jit(verify)/verify/argmax", "fusion") == "verify"
 
 
 def test_the_floors_of_the_paragraphs_sum_to_that_of_the_step() -> None:
