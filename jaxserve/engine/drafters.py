@@ -38,6 +38,11 @@ class DraftStep(NamedTuple):
     mode: SamplingMode
 
     @property
+    def num_rows(self) -> int:
+        """Decode rows, those of padding too."""
+        return self.fields["decode_slots"].shape[0]
+
+    @property
     def slots(self) -> Int32[Array, " rows"]:
         """Of the decode rows; max_num_seqs: padding."""
         return self.fields["decode_slots"]
@@ -56,6 +61,17 @@ class DraftStep(NamedTuple):
     def history(self) -> Int32[Array, "rows length"]:
         """Of the decode rows: their tokens, the last one at place `kv_lens`."""
         return jnp.take(speculation_of(self.state).history, self.slots, axis=0, mode="clip")
+
+    def padded(self, fewest: int) -> DraftStep:
+        """The same with so many decode rows at least."""
+        missing = (0, max(0, fewest - self.num_rows))
+        return self._replace(
+            fields=self.fields
+            | {
+                "decode_slots": jnp.pad(self.slots, missing, constant_values=self.sizes.max_num_seqs),
+                "decode_num_drafts": jnp.pad(self.wanted, missing),
+            }
+        )
 
 
 def speculation_of(state: DecodeState) -> SpeculationState:
@@ -89,7 +105,11 @@ class Drafter(Protocol):
     def memory_specs(self) -> Any: ...
 
     def draft(self, params: Any, memory: Any, step: DraftStep) -> tuple[Any, Drafts]:
-        """Drafts `bucket.num_drafts` tokens for each decode row, of which no more count than the row wants."""
+        """Drafts `bucket.num_drafts` tokens for each decode row, of which no more count than the row wants.
+
+        Args:
+            step: perhaps with more decode rows than its bucket has.
+        """
         ...
 
     def feed(self, params: Any, memory: Any, step: DraftStep) -> Any:

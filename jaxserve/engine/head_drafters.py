@@ -103,7 +103,7 @@ class EagleDrafter:
 
     def draft(self, params: HeadArrays, memory: EagleMemory, step: DraftStep) -> tuple[EagleMemory, Drafts]:
         """See `Drafter`."""
-        num_drafts, rows = step.bucket.num_drafts, step.bucket.decode_rows
+        num_drafts, rows = step.bucket.num_drafts, step.num_rows
         hidden = jnp.take(memory.hidden, step.slots, axis=0, mode="clip")
         draws = Draws(step)
         token, counts, log_q = draws.draw(self._logits(params, hidden), jnp.int32(0), draws.counts)

@@ -56,10 +56,11 @@ class ModelDrafter:
 
     def draft(self, params: LlamaParams, memory: KVCache, step: DraftStep) -> tuple[KVCache, Drafts]:
         """See `Drafter`."""
-        num_drafts, rows = step.bucket.num_drafts, step.bucket.decode_rows
-        logits, memory = self._logits(params, memory, self._latest(step, 1 if self.uses_target_cache else 2))
+        num_drafts, rows = step.bucket.num_drafts, step.num_rows
+        width = 1 if self.uses_target_cache else 2
+        logits, memory = self._logits(params, memory, self._latest(step, width), width)
         first = Draws(step)
-        token, counts, log_q = first.draw(logits.reshape(rows, -1, logits.shape[1])[:, -1], jnp.int32(0), first.counts)
+        token, counts, log_q = first.draw(logits, jnp.int32(0), first.counts)
         tokens = jnp.zeros((rows, num_drafts), jnp.int32).at[:, 0].set(token)
         all_log_q = None
         if log_q is not None:
@@ -71,7 +72,7 @@ class ModelDrafter:
             is_wanted = (index < step.wanted)[:, None]
             places = step.kv_lens[:, None] + index
             batch = decode_batch(step.state, step.slots, last, places, is_wanted & is_row(step), step.sizes)
-            logits, memory = self._logits(params, memory, batch)
+            logits, memory = self._logits(params, memory, batch, 1)
             token, counts, log_q = first.draw(logits, index, counts)
             tokens = lax.dynamic_update_index_in_dim(tokens, token, index, 1)
             if log_q is not None:
@@ -99,9 +100,11 @@ class ModelDrafter:
         return decode_batch(step.state, step.slots, tokens, places, (places >= 0) & is_row(step), step.sizes)
 
     def _logits(
-        self, params: LlamaParams, memory: KVCache, batch: Batch
-    ) -> tuple[Float[Array, "tokens vocab"], KVCache]:
+        self, params: LlamaParams, memory: KVCache, batch: Batch, width: int
+    ) -> tuple[Float[Array, "rows vocab"], KVCache]:
+        """Scores of what follows the last of each row's `width` tokens."""
         hidden, memory = llama.forward(params, memory, batch, config=self.config, collectives=self.collectives)
+        hidden = hidden[width - 1 :: width]
         shared = min(self.config.vocab_size, self.vocab_size)
         scores = llama.logits(params, hidden, collectives=self.collectives)[:, :shared]
         return jnp.pad(scores, ((0, 0), (0, self.vocab_size - shared)), constant_values=-jnp.inf), memory

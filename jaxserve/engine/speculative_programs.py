@@ -22,6 +22,10 @@ from jaxserve.sampling_params import SamplingMode
 
 _WHOLE = PartitionSpec()  # replicated
 
+# Rows that a drafter has on a GPU: XLA turns products of a single one into sums over weights that it converts to float32
+# first, and what a step of the model itself has instead (kernels that are tried out) is not made for a drafter's programs.
+_FEWEST_ROWS = 8
+
 
 @dataclass(frozen=True)
 class SpeculativePrograms:
@@ -31,6 +35,11 @@ class SpeculativePrograms:
     sizes: Sizes
     mesh: Mesh
     synthetic_acceptance: float | None = None
+
+    @property
+    def fewest_rows(self) -> int:
+        """That a drafter is given; less are padded."""
+        return _FEWEST_ROWS if self.mesh.devices.flat[0].platform == "gpu" else 1
 
     def draft(self, bucket: Bucket, mode: SamplingMode) -> Callable[..., tuple[Any, Drafts]]:
         """(params, memory, state, packed step[, processors]) -> (memory, drafts); memory may be donated.
@@ -42,7 +51,9 @@ class SpeculativePrograms:
             params: Any, memory: Any, state: DecodeState, packed: Array, *processors: ProcessorState
         ) -> tuple[Any, Drafts]:
             with jax.named_scope("draft"):
-                return self.drafter.draft(params, memory, self._step(state, packed, bucket, mode, *processors))
+                step = self._step(state, packed, bucket, mode, *processors).padded(self.fewest_rows)
+                memory, drafts = self.drafter.draft(params, memory, step)
+                return memory, jax.tree.map(lambda array: array[: bucket.decode_rows], drafts)
 
         more = () if mode == "greedy" else (_WHOLE,)
         specs = self.drafter.memory_specs

@@ -16,6 +16,7 @@ from jaxserve.engine.build_drafting import Model
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.draft_lengths import DraftLengths, Trial
 from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.speculative_programs import SpeculativePrograms
 from jaxserve.models.params import LlamaParams
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative_config import SpeculativeConfig
@@ -64,10 +65,12 @@ def plain() -> Iterator[EngineClient]:
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
     draft = None
-    if request.param is DRAFT_MODEL:  # it does not have all of the tokens
-        draft = with_vocabulary(Model(MODEL_CONFIG, nearly(tiny_params())), 61)
-    with lean_engine(request.param, draft) as engine:
-        yield engine
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param is DRAFT_MODEL:  # it does not have all of the tokens; and it pads rows, as on a GPU
+            draft = with_vocabulary(Model(MODEL_CONFIG, nearly(tiny_params())), 61)
+            patch.setattr(SpeculativePrograms, "fewest_rows", 8)
+        with lean_engine(request.param, draft) as engine:
+            yield engine
 
 
 def repetitive_requests(count: int, seed: int) -> list[Request]:

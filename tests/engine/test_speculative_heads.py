@@ -13,6 +13,7 @@ import pytest
 
 from jaxserve.engine.build_heads import check_head, head_specs, random_head
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.speculative_programs import SpeculativePrograms
 from jaxserve.models.batch import Batch
 from jaxserve.models.draft_head import DraftHead
 from jaxserve.models.eagle import EagleConfig
@@ -153,8 +154,11 @@ def engine(request: pytest.FixtureRequest, target: LlamaParams, texts: list[Text
         "medusa": lambda: medusa_heads(texts),
     }
     config = SpeculativeConfig(request.param, DRAFTS, model="of the test")
-    with lean_engine(config, heads[request.param](), params=target) as engine:
-        yield engine
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param != "eagle":
+            patch.setattr(SpeculativePrograms, "fewest_rows", 8)  # as on a GPU
+        with lean_engine(config, heads[request.param](), params=target) as engine:
+            yield engine
 
 
 def test_a_head_that_is_right_is_believed_and_the_text_stays(engine: EngineClient, texts: list[Text]) -> None:
