@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 
 from jaxserve.engine.schedule import ScheduledBatch
 
@@ -13,6 +15,7 @@ _OUTLIER = 3.0  # a step that takes this many times as long as usual counts as t
 _LEAST_SHARE = 0.02  # of a step without a prompt that one adds: less was only seen because steps vary
 _LEARNING = 0.3  # of what a step took longer or less long than expected
 _FEW = 4  # steps of a kind before which one that took long may well be an exception
+_ENOUGH, _LATEST = 3, 15  # steps that only decode, by which they are known, and that count
 _FORGETTING = (
     0.998  # by which a size gets cheaper with each step that had another one, so that it is tried again some day
 )
@@ -45,8 +48,8 @@ class StepPace:
         self._sizes = tuple(prefill_sizes)
         self._goal = goal
         self._factor = factor
-        self._decode: dict[int, _RunningMean] = {}  # by the bit length of the number of rows
-        self._drafting: dict[int, _RunningMean] = {}  # the same, of steps with drafts
+        self._decode: dict[int, _LatestSteps] = {}  # by the bit length of the number of rows
+        self._drafting: dict[int, _LatestSteps] = {}  # the same, of steps with drafts
         self._added: dict[int, _SizeCost] = {}
         self._context_share = (
             _CONTEXT_UNIT / context_tokens
@@ -57,7 +60,7 @@ class StepPace:
         """Takes in what a step took."""
         if not batch.prefill:
             seen = self._drafting if batch.num_drafts else self._decode
-            seen.setdefault(len(batch.decode).bit_length(), _RunningMean()).add(seconds)
+            seen.setdefault(len(batch.decode).bit_length(), _LatestSteps()).add(seconds)
             return
         decode = self.decode_seconds(len(batch.decode))
         if decode is None:
@@ -77,10 +80,10 @@ class StepPace:
             return None
         wanted = rows.bit_length()
         nearest = min(seen, key=lambda bits: (abs(bits - wanted), bits))
-        return seen[nearest].value
+        return seen[nearest].usual
 
     def prefill_budget(self, num_decode: int, context: int) -> int:
-        """Prompt tokens that the next step may compute: none, if it must show first what only decoding takes.
+        """Prompt tokens that the next step may compute: none, if some must show first what only decoding takes.
 
         Args:
             num_decode: rows that decode in it.
@@ -89,10 +92,11 @@ class StepPace:
         if not num_decode:
             return self._sizes[-1]
         bits = num_decode.bit_length()
-        seen = self._decode.get(bits) or self._drafting.get(bits)  # the latter: where every step has drafts
-        if seen is None:
+        # Those with drafts: where every step has some.
+        both = self._decode.get(bits), self._drafting.get(bits)
+        decode = next((seen.usual for seen in both if seen is not None and seen.is_known), None)
+        if decode is None:
             return 0
-        decode = seen.value
         room = ((self._factor * decode if self._goal is None else self._goal) - decode) * _MARGIN
         best = self._sizes[0]
         for size, seconds in self._without_context():
@@ -186,15 +190,23 @@ class _SizeCost:
     latest: int
 
 
-class _RunningMean:
-    """Mean of all values at first, then each new one weighs a twentieth."""
+class _LatestSteps:
+    """What the latest steps of a kind took.
+
+    Their median counts: when many sequences begin at once, the device has waited for the host before some of their first
+    steps, and the times of others began late. A goal that such steps set would stay for as long as a prompt rides along,
+    since no step only decodes meanwhile.
+    """
 
     def __init__(self) -> None:
-        self._count = 0
-        self.value = 0.0
+        self._seconds: deque[float] = deque(maxlen=_LATEST)
+        self.usual = 0.0
 
-    def add(self, value: float) -> None:
-        self._count += 1
-        if self._count >= _FEW:
-            value = min(value, _OUTLIER * self.value)
-        self.value += max(0.05, 1 / self._count) * (value - self.value)
+    @property
+    def is_known(self) -> bool:
+        """Whether there were enough of them to go by."""
+        return len(self._seconds) >= _ENOUGH
+
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+        self.usual = median(self._seconds)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from jaxserve.engine.schedule import DecodeRow, PrefillChunk, ScheduledBatch
@@ -19,10 +21,16 @@ def batch(num_decode: int, tokens: int = 0, start: int = 0) -> ScheduledBatch:
     return ScheduledBatch(decode, (chunk,) if tokens else ())
 
 
+def show_decoding(pace: StepPace, rows: int, seconds: float, steps: int = 3) -> None:
+    """Lets it see steps that only decode."""
+    for _ in range(steps):
+        pace.observe(batch(rows), seconds)
+
+
 def learned(seconds_per_token: float, *, decode: float = 0.005, goal: float | None = None) -> StepPace:
     """A pace that has seen every size beside eight rows."""
     pace = StepPace(SIZES, goal=goal)
-    pace.observe(batch(8), decode)
+    show_decoding(pace, 8, decode)
     for size in SIZES:
         pace.observe(batch(8, size), decode + size * seconds_per_token)
     return pace
@@ -52,16 +60,44 @@ def test_long_contexts_leave_room_for_less() -> None:
     assert pace.prefill_budget(8, context=32768) == 128  # three times as dear
 
 
-def test_a_step_that_only_decodes_comes_first() -> None:
+def test_steps_that_only_decode_come_first() -> None:
     pace = learned(10e-6)
-    assert pace.prefill_budget(16, 0) == 0  # rows of a number that was not seen
-    pace.observe(batch(16), 0.006)
+    for _ in range(3):
+        assert pace.prefill_budget(16, 0) == 0  # rows of a number that was not seen
+        pace.observe(batch(16), 0.006)
     assert pace.prefill_budget(16, 0) == 512
+
+
+def test_steps_with_drafts_tell_what_decoding_takes_where_every_step_has_some() -> None:
+    pace = learned(10e-6)
+    pace.observe(batch(16), 0.006)
+    drafting = dataclasses.replace(batch(16), num_drafts=3)
+    for _ in range(3):
+        assert pace.prefill_budget(16, 0) == 0
+        pace.observe(drafting, 0.006)
+    assert pace.prefill_budget(16, 0) == 512
+
+
+@pytest.mark.parametrize("first", [(0.0039, 0.0079), (0.0079, 0.0039), (0.015,), (0.0005,)])
+def test_a_long_prompt_keeps_to_the_goal_though_the_first_steps_were_odd(first: tuple[float, ...]) -> None:
+    """As on an H200, where 16 sequences that begin at once have a long prompt behind them: steps take 5 ms."""
+    pace = StepPace((64, 96, 128, 192, 256, 512, 1024, 2048))
+    for seconds in first:
+        pace.observe(batch(16), seconds)
+    late, start, num_steps = 0, 0, 0
+    while start < 16_000:
+        budget = pace.prefill_budget(16, start)
+        seconds = 0.005 + budget * (14.7e-6 + 1.5e-9 * start)
+        late += seconds > 0.0102
+        pace.observe(batch(16, budget, start), seconds)
+        start, num_steps = start + budget, num_steps + 1
+    assert late <= 1
+    assert num_steps < 150
 
 
 def test_sizes_are_tried_from_below() -> None:
     pace = StepPace(SIZES, goal=0.01)
-    pace.observe(batch(8), 0.005)
+    show_decoding(pace, 8, 0.005)
     budgets = []
     for _ in range(len(SIZES) + 1):
         budgets.append(pace.prefill_budget(8, 0))
@@ -71,7 +107,7 @@ def test_sizes_are_tried_from_below() -> None:
 
 def test_one_slow_step_does_not_rule_a_size_out_for_ever() -> None:
     pace = StepPace(SIZES, goal=0.01)
-    pace.observe(batch(8), 0.005)
+    show_decoding(pace, 8, 0.005)
     pace.observe(batch(8, 512), 3.0)  # while something else went on
     budgets = []
     while len(budgets) < 500 and 512 not in budgets:
@@ -86,7 +122,7 @@ def test_one_slow_step_does_not_rule_a_size_out_for_ever() -> None:
 def test_a_size_that_seemed_to_cost_nothing_does_not_make_all_larger_ones_cheap(first: float, exact: int) -> None:
     """What the first steps with a prompt are seen to take is hardly more than without one: the device was behind before."""
     pace = StepPace((64, 96, 128, 192, 256, 512, 1024, 2048))
-    pace.observe(batch(16), 0.005)
+    show_decoding(pace, 16, 0.005)
     late = 0
     for step in range(40):
         budget = pace.prefill_budget(16, 0)
@@ -100,7 +136,7 @@ def test_a_size_that_seemed_to_cost_nothing_does_not_make_all_larger_ones_cheap(
 def test_what_context_costs_is_learned() -> None:
     """At 10 us a token, and as much again for each 4,000 tokens before it: the chunks of one long prompt."""
     pace = StepPace(SIZES, goal=0.0105)
-    pace.observe(batch(8), 0.005)
+    show_decoding(pace, 8, 0.005)
     start, over = 0, 0
     while start < 30_000:
         budget = pace.prefill_budget(8, start)
