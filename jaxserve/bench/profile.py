@@ -29,6 +29,7 @@ from jaxserve.models.params import param_specs
 KeyT = TypeVar("KeyT")
 
 _LONGEST_OUTPUT = 4000
+_WINDOW = "jaxserve decode window"  # how the trace calls the time that counts
 _WEIGHTS_OF = {"qkv": ("wqkv",), "output": ("wo",), "mlp": ("w_gate_up", "w_down")}  # by paragraph, in each layer
 
 # The named scopes of a forward pass, innermost last where one lies in another.
@@ -100,7 +101,8 @@ def profile_decode(
 ) -> Window:
     """Has `concurrency` sequences decode from `context` tokens on, and traces about `num_steps` steps.
 
-    The folder gets the profiler's files, among them one for Perfetto (https://ui.perfetto.dev).
+    The folder gets the profiler's files, among them one for Perfetto (https://ui.perfetto.dev). They hold the prompts before
+    these steps as well: a profiler that starts while XLA's launch graphs run has ended them with CUDA's "launch failed".
 
     Raises:
         ValueError: the engine has no room for them.
@@ -121,22 +123,29 @@ def profile_decode(
             target.start(record.index, task, start_again)
 
     before = engine.stats().generation_tokens
-    for index in range(concurrency):
-        target.start(index, task, start_again)
-    try:
-        deadline = time.monotonic() + timeout
-        # Twice as many tokens as sequences: by then all of them decode, or nearly.
-        _wait(lambda: engine.stats().generation_tokens >= before + 2 * concurrency, deadline)
-        with jax.profiler.trace(str(folder), create_perfetto_trace=True):
+    deadline = time.monotonic() + timeout
+    with jax.profiler.trace(str(folder), create_perfetto_trace=True):
+        for index in range(concurrency):
+            target.start(index, task, start_again)
+        try:
+            # Twice as many tokens as sequences: by then all of them decode, or nearly.
+            _wait(lambda: engine.stats().generation_tokens >= before + 2 * concurrency, deadline)
             first, started = engine.stats(), time.perf_counter()
-            _wait(lambda: engine.stats().num_steps >= first.num_steps + num_steps, deadline)
+            with jax.profiler.TraceAnnotation(_WINDOW):
+                _wait(lambda: engine.stats().num_steps >= first.num_steps + num_steps, deadline)
             last, seconds = engine.stats(), time.perf_counter() - started
-    finally:
-        stopping.set()
-        target.stop()
+        finally:
+            stopping.set()
+            target.stop()
+        _wait(lambda: engine.stats().num_running == 0, deadline)  # nor does it stop while they run
     paths = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     decoded = ((first.generation_tokens + last.generation_tokens) / 2 - before) / concurrency
-    return Window(read_events(paths[-1]), last.num_steps - first.num_steps, seconds, context + decoded % task.output)
+    return Window(
+        read_events(paths[-1], within=_WINDOW),
+        last.num_steps - first.num_steps,
+        seconds,
+        context + decoded % task.output,
+    )
 
 
 def _wait(condition: Callable[[], bool], deadline: float) -> None:
@@ -155,9 +164,17 @@ def traced_kernels(run: Callable[[], object]) -> list[KernelEvent]:
         return read_events(trace)
 
 
-def read_events(path: Path) -> list[KernelEvent]:
-    """Kernels of a profile: those on a GPU's streams; on a CPU, what XLA ran."""
+def read_events(path: Path, *, within: str | None = None) -> list[KernelEvent]:
+    """Kernels of a profile: those on a GPU's streams; on a CPU, what XLA ran.
+
+    Args:
+        within: only those that begin while this annotation of the host lasts.
+
+    Raises:
+        ValueError: the profile has no such annotation.
+    """
     planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+    begin, end = (float("-inf"), float("inf")) if within is None else _annotated(planes, within)
     gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
     found = []
     for plane in gpus[:1] or planes:
@@ -166,12 +183,22 @@ def read_events(path: Path) -> list[KernelEvent]:
                 continue
             for event in line.events:
                 statistics = {str(key): value for key, value in event.stats if key is not None}
-                if not gpus and "hlo_op" not in statistics:
+                if not begin <= event.start_ns <= end or (not gpus and "hlo_op" not in statistics):
                     continue
                 origin = str(statistics.get("tf_op") or statistics.get("name") or "")
                 scope = scope_of(origin, event.name)
                 found.append(KernelEvent(event.name, scope, event.start_ns * 1e-9, event.duration_ns * 1e-9))
     return found
+
+
+def _annotated(planes: Iterable[Any], name: str) -> tuple[float, float]:
+    """When an annotation began and ended, in nanoseconds."""
+    for plane in planes:
+        for line in plane.lines:
+            for event in line.events:
+                if event.name == name:
+                    return event.start_ns, event.start_ns + event.duration_ns
+    raise ValueError(f"the trace has no event {name!r}")
 
 
 def scope_of(origin: str, kernel: str) -> str:
