@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MOST_PADDING = 0.25  # of a padded size
+_MANY = 4  # one in so many slots
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,11 @@ class PrefillSizes:
     def choose(self, wanted: int, num_decode: int, max_num_seqs: int) -> int:
         """Prompt tokens to compute beside `num_decode` decoding rows where `wanted` are waiting and allowed.
 
-        While most slots decode, prompts ride along in the part of a step that costs little, a piece in each step: every
-        stream would wait for a larger one. And a step that would be mostly padding takes a full smaller size instead.
+        While a quarter of the slots decodes, prompts ride along in the part of a step that costs little, a piece in each
+        step: every stream would wait for a larger one, whose tokens cost up to twice as much each. And a step that would be
+        mostly padding takes a full smaller size instead.
         """
-        if self.balanced_tokens is not None and 2 * num_decode >= max_num_seqs:
+        if self.balanced_tokens is not None and _MANY * num_decode >= max_num_seqs:
             room = self.balanced_tokens - num_decode
             wanted = min(wanted, max((size for size in self.sizes if size <= room), default=self.sizes[0]))
         full = max((size for size in self.sizes if size <= wanted), default=None)

@@ -25,7 +25,8 @@ SIZES = PrefillSizes((64, 128, 256, 512), balanced_tokens=256)
         (300, 4, 256),
         (500, 4, 500),
         (2000, 4, 512),
-        (500, 32, 128),  # half of the slots decode: what rides along is cut
+        (500, 15, 500),
+        (500, 16, 128),  # a quarter of the slots decodes: what rides along is cut
         (500, 60, 128),
         (30, 60, 30),
     ],
