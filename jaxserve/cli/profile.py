@@ -14,12 +14,14 @@ from jaxserve.cli.options import (
     DeviceName,
     DTypeName,
     KVCacheDTypeName,
+    MemoryUtilization,
     QuantizationName,
     SpeculativeConfigJson,
     SyntheticAcceptance,
     Verbose,
     read_speculative_config,
 )
+from jaxserve.device_memory import claim_device_memory
 from jaxserve.progress_display import progress_on
 
 
@@ -35,6 +37,7 @@ def profile(
     kv_cache_dtype: KVCacheDTypeName = "auto",
     max_num_seqs: Annotated[int | None, typer.Option(metavar="COUNT", help="Sequences that run at once.")] = None,
     max_model_len: Annotated[int | None, typer.Option(metavar="COUNT", help="Longest sequence in tokens.")] = None,
+    gpu_memory_utilization: MemoryUtilization = 0.9,
     dtype: DTypeName = "auto",
     speculative_config: SpeculativeConfigJson = None,
     speculative_synthetic_acceptance: SyntheticAcceptance = None,
@@ -51,8 +54,10 @@ def profile(
         from jaxserve.bench.profile import format_window, profile_decode, scope_floors
         from jaxserve.engine.build import resolve_cache_dtype
 
+        claim_device_memory(gpu_memory_utilization, tensor_parallel_size)
         settings = {
             "tensor_parallel_size": tensor_parallel_size, "quantization": quantization,
+            "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_dtype": kv_cache_dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len,
             "dtype": dtype, "device": device, "enable_prefix_caching": False,
             "speculative_config": read_speculative_config(speculative_config, speculative_synthetic_acceptance),
