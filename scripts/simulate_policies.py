@@ -15,7 +15,7 @@ from itertools import cycle, islice
 from jaxserve.bench.workload import HELP, load_workload
 from jaxserve.config import SchedulingPolicy
 from jaxserve.engine.limits import SchedulerLimits
-from jaxserve.engine.prefill_sizes import PrefillSizes
+from jaxserve.engine.prefill_sizes import PrefillSizes, balanced_tokens
 from jaxserve.engine.simulator import (
     LLAMA_8B_ON_H100,
     LLAMA_8B_ON_H200,
@@ -74,7 +74,7 @@ def main() -> None:
                     CARDS[options.card],
                     order=SchedulingOrder(policy),
                     pace=StepPace(PROMPT_SIZES, goal=None if goal is None else goal / 1e3),
-                    prefill_sizes=PrefillSizes(PROMPT_SIZES, balanced_tokens=256),
+                    prefill_sizes=PrefillSizes(PROMPT_SIZES, balanced_tokens(options.card.upper())),
                 )
                 result = simulator.run(poisson_trace(rate, lengths))
                 print(f"| {policy} | {goal or 'twice idle'} | {rate:g} | {figures(result)} |", flush=True)

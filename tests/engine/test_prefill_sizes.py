@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.engine.prefill_sizes import PrefillSizes
+from jaxserve.engine.prefill_sizes import PrefillSizes, balanced_tokens
 from jaxserve.engine.request import Request
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
@@ -33,6 +33,14 @@ SIZES = PrefillSizes((64, 128, 256, 512), balanced_tokens=256)
 )
 def test_padding_and_those_who_decode_bound_a_step(wanted: int, num_decode: int, chosen: int) -> None:
     assert SIZES.choose(wanted, num_decode, 64) == chosen
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "chosen"), [("NVIDIA H100 80GB HBM3", 192), ("NVIDIA H200", 128), ("NVIDIA GH200 144G HBM3e", 128)]
+)
+def test_cards_that_read_faster_get_smaller_pieces_beside_64_sequences(device_kind: str, chosen: int) -> None:
+    sizes = PrefillSizes((64, 96, 128, 192, 256, 512), balanced_tokens(device_kind))
+    assert sizes.choose(500, 64, 64) == chosen
 
 
 def test_without_a_balance_only_padding_decides() -> None:
