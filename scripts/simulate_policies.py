@@ -74,7 +74,7 @@ def main() -> None:
                     CARDS[options.card],
                     order=SchedulingOrder(policy),
                     pace=StepPace(PROMPT_SIZES, goal=None if goal is None else goal / 1e3),
-                    prefill_sizes=PrefillSizes(PROMPT_SIZES, balanced_tokens(options.card.upper())),
+                    prefill_sizes=PrefillSizes.for_goal(PROMPT_SIZES, balanced_tokens(options.card.upper()), goal),
                 )
                 result = simulator.run(poisson_trace(rate, lengths))
                 print(f"| {policy} | {goal or 'twice idle'} | {rate:g} | {figures(result)} |", flush=True)

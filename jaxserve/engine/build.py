@@ -306,7 +306,7 @@ def build_engine(
             pace=StepPace(
                 buckets.prefill_tokens, goal=None if config.max_tpot_ms is None else config.max_tpot_ms / 1e3
             ),
-            prefill_sizes=PrefillSizes(buckets.prefill_tokens, _balanced_tokens(mesh)),
+            prefill_sizes=PrefillSizes.for_goal(buckets.prefill_tokens, _balanced_tokens(mesh), config.max_tpot_ms),
             drafting=None if config.speculative_config is None else _draft_lengths(config.speculative_config, buckets),
             showing_seconds=None if runner.showing_seconds is None else ShowingTimes(buckets, runner.showing_seconds),
         ),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _MOST_PADDING = 0.25  # of a padded size
-_MANY = 4  # one in so many slots
 
 # Tokens of a step from which on computing takes longer than reading the weights, at two operations and two bytes a weight.
 # Of an H100: 790 TFLOP/s over 3.09 TB/s. An H200 reads faster: beside 64 sequences 192 tokens of prompts take 1.3 ms more
@@ -26,19 +26,26 @@ class PrefillSizes:
     Attributes:
         sizes: padded numbers of prompt tokens, ascending.
         balanced_tokens: up to so many tokens a step takes no longer than reading the weights does; None: no such number.
+        one_in: while one in so many slots decodes, steps keep to that number.
     """
 
     sizes: tuple[int, ...]
     balanced_tokens: int | None = None
+    one_in: int = 4
+
+    @classmethod
+    def for_goal(cls, sizes: tuple[int, ...], balanced_tokens: int | None, goal: float | None) -> PrefillSizes:
+        """For steps with a goal; without a bound (inf) prompts come first as long as they do not stop half of the slots."""
+        return cls(sizes, balanced_tokens, one_in=2 if goal == math.inf else 4)
 
     def choose(self, wanted: int, num_decode: int, max_num_seqs: int) -> int:
         """Prompt tokens to compute beside `num_decode` decoding rows where `wanted` are waiting and allowed.
 
-        While a quarter of the slots decodes, prompts ride along in the part of a step that costs little, a piece in each
-        step: every stream would wait for a larger one, whose tokens cost up to twice as much each. And a step that would be
-        mostly padding takes a full smaller size instead.
+        While many slots decode, prompts ride along in the part of a step that costs little, a piece in each step: every
+        stream would wait for a larger one, whose tokens cost up to twice as much each. And a step that would be mostly
+        padding takes a full smaller size instead.
         """
-        if self.balanced_tokens is not None and _MANY * num_decode >= max_num_seqs:
+        if self.balanced_tokens is not None and self.one_in * num_decode >= max_num_seqs:
             room = self.balanced_tokens - num_decode
             wanted = min(wanted, max((size for size in self.sizes if size <= room), default=self.sizes[0]))
         full = max((size for size in self.sizes if size <= wanted), default=None)

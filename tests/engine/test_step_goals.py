@@ -33,7 +33,6 @@ LIMITS = SchedulerLimits(
     max_num_seqs=64, max_num_batched_tokens=2048, max_prefill_rows=16, max_model_len=20_000, page_size=16,
     num_pages=25_000,
 )  # fmt: skip
-SIZES = PrefillSizes(PROMPT_SIZES, balanced_tokens=256)
 CARDS = {"H100": LLAMA_8B_ON_H100, "H200": LLAMA_8B_ON_H200}
 
 
@@ -64,7 +63,8 @@ class Watched:
 
 def serve(device: Watched, trace: list[SimulatedRequest], goal: float | None = None) -> SimulationResult:
     pace = StepPace(PROMPT_SIZES, goal=goal)
-    return Simulator(LIMITS, device, pace=pace, prefill_sizes=SIZES).run(trace)  # type: ignore[arg-type]
+    sizes = PrefillSizes.for_goal(PROMPT_SIZES, 256, goal)
+    return Simulator(LIMITS, device, pace=pace, prefill_sizes=sizes).run(trace)  # type: ignore[arg-type]
 
 
 def random_prompt(rng: np.random.Generator, length: int) -> tuple[int, ...]:
