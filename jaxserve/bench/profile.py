@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,9 +38,6 @@ SCOPES = (
     "embed", "rope", "attention_norm", "qkv", "rope_write_kv", "attention", "output", "mlp_norm", "mlp", "final_norm",
     "lm_head",
 )  # fmt: skip
-
-_BY_NAME = ("attention", "rope_write_kv")  # of a kernel of our own
-_BEFORE = ""  # and after: what belongs to no paragraph
 
 # What lies around them in speculation, by how a table tells it.
 _SPECULATION = {
@@ -235,60 +232,9 @@ def scope_of(origin: str, kernel: str) -> str:
     """
     parts = origin.split("/")
     speculation = next((_SPECULATION[part] for part in parts if part in _SPECULATION), "")
-    by_name = (scope for name, scope in zip(("attention", "rope_write"), _BY_NAME, strict=True) if name in kernel)
+    by_name = (scope for name, scope in (("attention", "attention"), ("rope_write", "rope_write_kv")) if name in kernel)
     scope = next((part for part in reversed(parts) if part in SCOPES), None) or next(by_name, "")
     return f"{speculation} {scope}".strip()
-
-
-def in_paragraphs(events: Iterable[KernelEvent], num_layers: int) -> list[KernelEvent]:
-    """Kernels in the order in which they ran, those whose paragraph the trace does not tell by the kernels around them.
-
-    It tells none of launch graphs, which is how XLA runs a step on a GPU. There each layer has kernels of our own: a norm
-    before attention and one before the MLP, rotation and KV writes, attention. Passes through another number of layers are a
-    drafter's.
-
-    Args:
-        num_layers: of the model.
-    """
-    ordered = sorted(events, key=lambda event: event.start)
-    if any(event.scope not in ("", *_BY_NAME) for event in ordered):
-        return ordered
-    scopes = [_BEFORE] * len(ordered)
-    norms = [place for place, event in enumerate(ordered) if "add_rms_norm" in event.name]
-    layer = 0
-    first = 0  # kernel of the pass
-    for place, end in zip(norms, [*norms[1:], len(ordered)], strict=True):
-        inside = [event.scope for event in ordered[place:end]]
-        if "attention" in inside:  # the first norm of a layer
-            layer += 1
-            scopes[place:end] = _attention_paragraphs(inside)
-        elif place and scopes[place - 1] == "output":
-            scopes[place:end] = ["mlp_norm", *["mlp"] * (end - place - 1)]
-        else:
-            head = _end_of_pass(ordered, place, end)
-            scopes[place:end] = ["final_norm", *["lm_head"] * (head - place - 1), *[_BEFORE] * (end - head)]
-            if first and layer not in (0, num_layers):  # the first one may have begun before the window
-                scopes[first:head] = [scope and f"draft {scope}" for scope in scopes[first:head]]
-            layer, first = 0, head
-    return [replace(event, scope=scope) for event, scope in zip(ordered, scopes, strict=True)]
-
-
-def _attention_paragraphs(scopes: Sequence[str]) -> list[str]:
-    """Of the kernels from a layer's first norm to before its second, by those of them that are known by name."""
-    found: list[str] = []
-    current = "qkv"
-    for scope in scopes:
-        found.append(scope or current)
-        current = {"rope_write_kv": "attention", "attention": "output"}.get(scope, current)
-    found[0] = "attention_norm"
-    # What comes between two attention kernels (of prompts, and of those who decode) belongs to them.
-    last = max(place for place, scope in enumerate(scopes) if scope == "attention")
-    return [("attention" if scope == "output" and place < last else scope) for place, scope in enumerate(found)]
-
-
-def _end_of_pass(events: Sequence[KernelEvent], norm: int, end: int) -> int:
-    """One past the product with the head, which follows the final norm: the longest kernel there."""
-    return max(range(norm, end), key=lambda place: events[place].duration if place > norm else 0.0) + 1
 
 
 def scope_floors(

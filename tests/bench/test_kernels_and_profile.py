@@ -18,7 +18,6 @@ from jaxserve.bench.profile import (
     Window,
     busy_seconds,
     format_window,
-    in_paragraphs,
     profile_decode,
     scope_floors,
     scope_of,
@@ -132,35 +131,6 @@ def test_kernels_are_put_to_the_paragraph_that_they_belong_to() -> None:
     assert scope_of("jit(draft)/draft/while/body/mlp/dot_general", "gemm") == "draft mlp"
     assert scope_of("jit(draft)/draft/while/body", "decode_attention_main") == "draft attention"
     assert scope_of("jit(verify)/verify/argmax", "fusion") == "verify"
-
-
-def test_kernels_of_launch_graphs_are_told_apart_by_those_around_them() -> None:
-    layer = [
-        ("add_rms_norm", "attention_norm"),
-        ("gemm", "qkv"),
-        ("rope_write_kv_kernel", "rope_write_kv"),
-        ("convert", "attention"),
-        ("decode_attention_kernel", "attention"),
-        ("concatenate", "attention"),
-        ("prefill_attention_kernel", "attention"),
-        ("gemm", "output"),
-        ("sum", "output"),
-        ("add_rms_norm", "mlp_norm"),
-        ("gemm", "mlp"),
-        ("silu", "mlp"),
-        ("gemm", "mlp"),
-    ]
-    end = [("add_rms_norm", "final_norm"), ("pad", "lm_head"), ("head", "lm_head"), ("argmax", "")]
-    draft = [(name, f"draft {scope}") for name, scope in [*layer, *end[:-1]]]
-    wanted = [("gather", ""), *layer, *layer, *end, *draft, ("argmax", ""), ("gather", ""), *layer, *layer, *end]
-    durations = {"head": 5.0, "argmax": 0.1, "gather": 0.1}
-    events = [
-        event(name, float(place), durations.get(name, 1.0), scope_of("", name))
-        for place, (name, _) in enumerate(wanted)
-    ]
-    assert [(each.name, each.scope) for each in in_paragraphs(reversed(events), 2)] == wanted
-    told = [event("gemm", 0.0, 1.0, "mlp"), event("add_rms_norm", 1.0, 1.0)]
-    assert in_paragraphs(told, 2) == told  # by the trace itself
 
 
 def test_the_floors_of_the_paragraphs_sum_to_that_of_the_step() -> None:
