@@ -16,12 +16,17 @@ from jaxserve.sampling_params import SamplingParams
 
 
 class InProcessTarget:
-    """Sends prompts of random tokens; end-of-text is ignored, so that answers have the length that is asked for."""
+    """Sends prompts of random tokens; end-of-text is ignored, so that answers have the length that is asked for.
+
+    Attributes:
+        num_begun: requests whose first token has come.
+    """
 
     def __init__(self, engine: EngineClient | ReplicatedEngine, prompts: Prompts, *, temperature: float) -> None:
         self._engine = engine
         self._prompts = prompts
         self._temperature = temperature
+        self.num_begun = 0
         self._lock = threading.Lock()
         self._live: set[str] = set()
         self._ended_early: set[str] = set()  # requests that ended before `start` had noted them
@@ -42,6 +47,8 @@ class InProcessTarget:
             if output.token_ids:
                 if first == 0.0:
                     first, first_count = now, count
+                    with self._lock:
+                        self.num_begun += 1
                 else:
                     gaps.append(round(1e3 * (now - last), 3))
                 last = now

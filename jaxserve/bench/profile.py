@@ -29,7 +29,6 @@ from jaxserve.models.params import param_specs
 KeyT = TypeVar("KeyT")
 
 _LONGEST_OUTPUT = 4000
-_STEPS_THAT_TELL = 3  # that all sequences decode
 _WINDOW = "jaxserve decode window"  # how the trace calls the time that counts
 _WEIGHTS_OF = {"qkv": ("wqkv",), "output": ("wo",), "mlp": ("w_gate_up", "w_down")}  # by paragraph, in each layer
 
@@ -129,7 +128,7 @@ def profile_decode(
         for index in range(concurrency):
             target.start(index, task, start_again)
         try:
-            _wait(_AllDecode(engine, concurrency), deadline)
+            _wait(lambda: target.num_begun >= concurrency, deadline)
             first, started = engine.stats(), time.perf_counter()
             with jax.profiler.TraceAnnotation(_WINDOW):
                 _wait(lambda: engine.stats().num_steps >= first.num_steps + num_steps, deadline)
@@ -154,22 +153,6 @@ def _options() -> jax.profiler.ProfileOptions:
     options.python_tracer_level = 0
     options.enable_hlo_proto = False
     return options
-
-
-class _AllDecode:
-    """Whether every sequence decodes: steps bring a token of each."""
-
-    def __init__(self, engine: EngineClient | ReplicatedEngine, concurrency: int) -> None:
-        self._engine, self._concurrency = engine, concurrency
-        self._seen = engine.stats()
-
-    def __call__(self) -> bool:
-        now, before = self._engine.stats(), self._seen
-        num_steps = now.num_steps - before.num_steps
-        if num_steps < _STEPS_THAT_TELL:
-            return False
-        self._seen = now
-        return now.generation_tokens - before.generation_tokens >= num_steps * self._concurrency
 
 
 def _wait(condition: Callable[[], bool], deadline: float) -> None:

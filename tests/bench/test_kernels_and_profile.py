@@ -162,6 +162,12 @@ def test_a_decode_window_of_a_running_engine_is_traced(tmp_path: Path) -> None:
         assert window.events, "nothing that XLA ran was found in the trace"
 
 
+def test_a_window_is_found_where_answers_are_shorter_than_it(tmp_path: Path) -> None:
+    with tiny_engine(EngineConfig(max_model_len=26, max_num_seqs=4, max_num_batched_tokens=32)) as engine:
+        window = profile_decode(engine, concurrency=4, context=20, num_steps=5, folder=tmp_path, timeout=60.0)
+    assert window.num_steps >= 5
+
+
 def test_arguments() -> None:
     assert parse_shapes("1x1024,8x330") == [(1, 1024), (8, 330)]
     assert parse_calls("4,24") == (4, 24)
