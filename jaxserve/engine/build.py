@@ -286,6 +286,7 @@ def build_engine(
     """
     built = build_runner(model_config, params, config, progress, replica, draft, leader)
     runner, mesh, dtype, limits, buckets = built.runner, built.mesh, built.dtype, built.limits, built.buckets
+    goal = None if config.max_tpot_ms is None else config.max_tpot_ms / 1e3
     client = EngineClient(
         config=dataclasses.replace(
             config,
@@ -303,10 +304,8 @@ def build_engine(
             if runner.page_copier is None
             else HostPages(runner.page_copier.num_places, runner.page_copier.room),
             order=SchedulingOrder(config.scheduling_policy),
-            pace=StepPace(
-                buckets.prefill_tokens, goal=None if config.max_tpot_ms is None else config.max_tpot_ms / 1e3
-            ),
-            prefill_sizes=PrefillSizes.for_goal(buckets.prefill_tokens, _balanced_tokens(mesh), config.max_tpot_ms),
+            pace=StepPace(buckets.prefill_tokens, goal=goal),
+            prefill_sizes=PrefillSizes.for_goal(buckets.prefill_tokens, _balanced_tokens(mesh), goal),
             drafting=None if config.speculative_config is None else _draft_lengths(config.speculative_config, buckets),
             showing_seconds=None if runner.showing_seconds is None else ShowingTimes(buckets, runner.showing_seconds),
         ),

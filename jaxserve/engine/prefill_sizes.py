@@ -35,7 +35,11 @@ class PrefillSizes:
 
     @classmethod
     def for_goal(cls, sizes: tuple[int, ...], balanced_tokens: int | None, goal: float | None) -> PrefillSizes:
-        """For steps with a goal; without a bound (inf) prompts come first as long as they do not stop half of the slots."""
+        """For steps with a goal; without a bound (inf) prompts come first as long as they do not stop half of the slots.
+
+        Args:
+            goal: seconds, as `StepPace` takes it.
+        """
         return cls(sizes, balanced_tokens, one_in=2 if goal == math.inf else 4)
 
     def choose(self, wanted: int, num_decode: int, max_num_seqs: int) -> int:

@@ -200,7 +200,11 @@ class _LatestSteps:
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_LATEST)
-        self.usual = 0.0
+
+    @property
+    def usual(self) -> float:
+        """What such a step takes, once one was seen."""
+        return median(self._seconds)
 
     @property
     def is_known(self) -> bool:
@@ -209,4 +213,3 @@ class _LatestSteps:
 
     def add(self, seconds: float) -> None:
         self._seconds.append(seconds)
-        self.usual = median(self._seconds)

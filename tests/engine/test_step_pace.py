@@ -21,9 +21,9 @@ def batch(num_decode: int, tokens: int = 0, start: int = 0) -> ScheduledBatch:
     return ScheduledBatch(decode, (chunk,) if tokens else ())
 
 
-def show_decoding(pace: StepPace, rows: int, seconds: float, steps: int = 3) -> None:
-    """Lets it see steps that only decode."""
-    for _ in range(steps):
+def show_decoding(pace: StepPace, rows: int, seconds: float) -> None:
+    """Lets it see enough steps that only decode."""
+    for _ in range(3):
         pace.observe(batch(rows), seconds)
 
 
