@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import platform
 import shlex
 from collections.abc import Callable, Sequence
@@ -112,9 +113,14 @@ def measure_engine(
     options = dataclasses.replace(options, workload=options.workload.fitting(engine.max_model_len))
     prompts = Prompts(engine.model_config.vocab_size, longest=options.workload.longest)
     target = InProcessTarget(engine, prompts, temperature=temperature)
-    return run_loads(
-        target, options, judge=judge_of(engine, options.workload, ceiling), on_summary=on_summary, folder=folder
-    )
+    judge = judge_of(engine, options.workload, ceiling)
+    # As in an engine's own process: else Python looks through all that the start has left each time it looks for cycles.
+    gc.collect()
+    gc.freeze()
+    try:
+        return run_loads(target, options, judge=judge, on_summary=on_summary, folder=folder)
+    finally:
+        gc.unfreeze()
 
 
 def judge_of(
