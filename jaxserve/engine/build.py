@@ -304,7 +304,7 @@ def build_engine(
             if runner.page_copier is None
             else HostPages(runner.page_copier.num_places, runner.page_copier.room),
             order=SchedulingOrder(config.scheduling_policy),
-            pace=StepPace(buckets.prefill_tokens, goal=goal),
+            pace=StepPace(buckets.prefill_tokens, goal=goal, measured=runner.prompt_seconds),
             prefill_sizes=PrefillSizes.for_goal(buckets.prefill_tokens, _balanced_tokens(mesh), goal),
             drafting=None if config.speculative_config is None else _draft_lengths(config.speculative_config, buckets),
             showing_seconds=None if runner.showing_seconds is None else ShowingTimes(buckets, runner.showing_seconds),

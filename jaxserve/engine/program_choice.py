@@ -14,6 +14,7 @@ from jaxserve.engine.device_batch import Bucket
 logger = logging.getLogger(__name__)
 
 _ROUNDS, _TIMED = 3, 2  # in which a program's time is measured, and its runs in each
+_LEAST = 0.02  # of a step that prompt tokens are taken to add: less is only what measurements vary by
 _GAIN = 0.96  # of its own time that a larger program must stay under to take a smaller one's steps
 
 
@@ -36,6 +37,22 @@ def fastest_programs(seconds: Mapping[Bucket, float]) -> dict[Bucket, Bucket]:
                 bucket, own * 1e3, best, seconds[best] * 1e3,
             )  # fmt: skip
     return chosen
+
+
+def added_by_prompts(seconds: Mapping[Bucket, float]) -> dict[int, dict[int, float]]:
+    """What prompt tokens without context add to a step: of each number of decode rows that they ride along with, by size.
+
+    Args:
+        seconds: what each program took for a step without anybody in it.
+    """
+    alone = {bucket.decode_rows: took for bucket, took in seconds.items() if not bucket.prefill_tokens}
+    added: dict[int, dict[int, float]] = {}
+    for bucket in seconds:
+        decode = [alone[rows] for rows in alone if rows >= bucket.decode_rows]
+        if bucket.prefill_tokens and bucket.decode_rows and decode:
+            best = min(took for other, took in seconds.items() if _may_serve(other, bucket))
+            added.setdefault(bucket.decode_rows, {})[bucket.prefill_tokens] = max(best - min(decode), _LEAST * best)
+    return added
 
 
 def times_in_rounds(seconds: Callable[[str], float], names: Sequence[str]) -> dict[str, list[float]]:

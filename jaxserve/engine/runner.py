@@ -27,7 +27,7 @@ from jaxserve.engine.processor_state import (
     empty_processors,
     slot_processors,
 )
-from jaxserve.engine.program_choice import fastest_programs, seconds_of_run, times_in_rounds
+from jaxserve.engine.program_choice import added_by_prompts, fastest_programs, seconds_of_run, times_in_rounds
 from jaxserve.engine.program_compiler import ProgramCompiler, SampleProgram
 from jaxserve.engine.programs import PROMPT_LOGPROBS_BLOCK, ProgramFactory, without_layers
 from jaxserve.engine.schedule import DraftedTokens, SampledTokens, ScheduledBatch
@@ -124,6 +124,8 @@ class ModelRunner:
         self._sample: dict[SampleProgram, Any] = {}
         self._set_slot: Any = None
         self._prompt_logprobs: Any = None
+        # Seconds that prompt tokens add to a step, as `StepPace` takes them, as far as they were measured.
+        self.prompt_seconds: dict[int, dict[int, float]] = {}
         # As `ShowingTimes` has them, as far as they were measured; None: nothing is ever shown.
         shows_prompts = drafting is not None and drafting.drafter.reads_prompts
         self.showing_seconds: dict[Bucket, float] | None = {} if shows_prompts else None
@@ -150,14 +152,16 @@ class ModelRunner:
             with progress.task("trying out", len(self._forward), "programs") as advance:
                 self._rehearse(advance)
             if compares:
-                self._serving = fastest_programs(self._measured_seconds())
+                seconds = self._measured_seconds()
+                self._serving = fastest_programs(seconds)
+                self.prompt_seconds = added_by_prompts(seconds)
         if self._speculator is not None and self.showing_seconds is not None and compares:
             all_sizes = not self._layerwise
             self.showing_seconds = self._speculator.showing_seconds(self._programs, self._state, all_sizes=all_sizes)
 
     def _measured_seconds(self) -> dict[Bucket, float]:
-        """What each program takes that prompts run in; the others have no choice."""
-        buckets = {str(bucket): bucket for bucket in self._forward if bucket.prefill_tokens}
+        """What each program takes, those with drafts left out: they have no choice, and nothing rides along with them."""
+        buckets = {str(bucket): bucket for bucket in self._forward if not bucket.num_drafts}
         names = sorted(buckets)
         measure = partial(times_in_rounds, lambda name: self._time(buckets[name]))
         seconds = self._programs.load_or_measure(f"steps of {', '.join(names)}", names, measure)

@@ -4,35 +4,39 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
 from jaxserve.engine.schedule import ScheduledBatch
 
-_MARGIN = 0.9  # of the time that the goal leaves: steps vary
+_MARGIN = 0.87  # of the time that the goal leaves: steps vary
 _OUTLIER = 3.0  # a step that takes this many times as long as usual counts as this long
 _LEAST_SHARE = 0.02  # of a step without a prompt that one adds: less was only seen because steps vary
 _LEARNING = 0.3  # of what a step took longer or less long than expected
 _FEW = 4  # steps of a kind before which one that took long may well be an exception
 _ENOUGH, _LATEST = 3, 15  # steps that only decode, by which they are known, and that count
-_FORGETTING = (
-    0.998  # by which a size gets cheaper with each step that had another one, so that it is tried again some day
-)
-_CONTEXT_UNIT = 8192.0  # tokens of context at which what they cost and what the rest costs are learned equally fast
+# By which a size gets cheaper with each step that had another one, so that it is tried again some day. What it takes by
+# itself, where that was measured, is not forgotten: a size that takes too long would make a few late steps in each hundred.
+_FORGETTING = 0.998
+# Pairs of a prompt token and one of its context at which what they take and what the rest takes are learned equally fast.
+_PAIRS_UNIT = float(1 << 20)
+_TELLING = 0.1  # units of pairs in a step that tell what pairs take
 
 
 class StepPace:
     """Learns what steps take, and chooses how many prompt tokens keep the next one within a goal.
 
-    A step that only decodes is known by its number of rows, in powers of two; what a prefill adds to it by its padded size,
-    since all tokens of a size cost the same, and by the context that they attend to, which makes each of them dearer. Both
-    are learned by normalised least mean squares.
+    A step that only decodes is known by its number of rows, in powers of two. What a prefill adds to it has two parts: one
+    for its padded size, since all tokens of a size cost the same, and one for each pair of a token and another that it
+    attends to. Both are learned by normalised least mean squares.
 
     Args:
         prefill_sizes: padded numbers of prompt tokens that are compiled, ascending.
         goal: seconds that a step should take at most while somebody decodes; None: `factor` times a step that only decodes.
         context_tokens: first guess of how much context makes a prompt token cost twice as much as without any.
+        measured: seconds that a size adds to a step without context, where that was measured: of each number of decode rows
+            that is compiled, by size. Fewer rows take what the next larger number does.
 
     Whoever decodes alone is never slowed, and a prompt always goes on: by the smallest size where none keeps to the goal.
     """
@@ -44,16 +48,23 @@ class StepPace:
         goal: float | None = None,
         factor: float = 2.0,
         context_tokens: float = 16384.0,
+        measured: Mapping[int, Mapping[int, float]] | None = None,
     ) -> None:
         self._sizes = tuple(prefill_sizes)
         self._goal = goal
         self._factor = factor
         self._decode: dict[int, _LatestSteps] = {}  # by the bit length of the number of rows
         self._drafting: dict[int, _LatestSteps] = {}  # the same, of steps with drafts
-        self._added: dict[int, _SizeCost] = {}
-        self._context_share = (
-            _CONTEXT_UNIT / context_tokens
-        )  # of its cost that a prompt token costs more, for each unit
+        self._context_tokens = context_tokens
+        self._pairs_seconds: float | None = None  # that a unit of pairs adds; None: nothing has told of it
+        self._row_counts = sorted(measured or {0: {}})
+        self._added: list[dict[int, _SizeCost]] = [
+            {
+                size: _SizeCost(seconds, _FEW, 0, least=seconds)
+                for size, seconds in (measured or {}).get(rows, {}).items()
+            }
+            for rows in self._row_counts
+        ]
         self._num_prefills = 0
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
@@ -70,8 +81,8 @@ class StepPace:
             tokens += len(chunk.token_ids)
             pairs += len(chunk.token_ids) * (chunk.start + len(chunk.token_ids) // 2)
         self._num_prefills += 1
-        added = max(_LEAST_SHARE * decode, seconds - decode)
-        self._learn(self._size(tokens), pairs / tokens / _CONTEXT_UNIT, added)
+        least = _LEAST_SHARE * decode
+        self._learn(len(batch.decode), self._size(tokens), pairs / _PAIRS_UNIT, max(least, seconds - decode), least)
 
     def decode_seconds(self, rows: int) -> float | None:
         """What a step takes that only decodes this many rows; None: no such step was seen, nor one with other rows."""
@@ -99,34 +110,57 @@ class StepPace:
             return 0
         room = ((self._factor * decode if self._goal is None else self._goal) - decode) * _MARGIN
         best = self._sizes[0]
-        for size, seconds in self._without_context():
-            if seconds * (1 + self._context_share * (context + size / 2) / _CONTEXT_UNIT) > room:
+        pairs_seconds = self._seconds_of_pairs(num_decode)
+        for size, seconds in self._without_context(num_decode):
+            if seconds + pairs_seconds * size * (context + size / 2) / _PAIRS_UNIT > room:
                 break
             best = size
         return best
 
-    def _learn(self, size: int, context: float, seconds: float) -> None:
-        """Takes in what a prefill added, with its mean context in units."""
-        cost = self._added.get(size)
-        factor = 1 + self._context_share * context
+    def _costs(self, num_decode: int) -> dict[int, _SizeCost]:
+        """What sizes add beside so many rows."""
+        return self._added[min(bisect_left(self._row_counts, num_decode), len(self._row_counts) - 1)]
+
+    def _learn(self, num_decode: int, size: int, pairs: float, seconds: float, least: float) -> None:
+        """Takes in what a prefill added.
+
+        Args:
+            pairs: in units.
+            least: seconds that a size adds at least.
+        """
+        costs = self._costs(num_decode)
+        cost = costs.get(size)
         if cost is None:
-            self._added[size] = _SizeCost(seconds / factor, 1, self._num_prefills)
+            if costs:
+                seconds -= self._seconds_of_pairs(num_decode) * pairs
+            else:
+                seconds /= 1 + pairs * _PAIRS_UNIT / (size * self._context_tokens)
+            costs[size] = _SizeCost(max(least, seconds), 1, self._num_prefills)
             return
         cost.count += 1
         cost.latest = self._num_prefills
-        expected = cost.seconds * factor
+        pairs_seconds = self._seconds_of_pairs(num_decode)
+        expected = cost.seconds + pairs_seconds * pairs
         if cost.count >= _FEW:
             seconds = min(seconds, _OUTLIER * expected)
-        error = max(_LEARNING, 1 / cost.count) * (seconds / expected - 1) / (1 + context * context)
-        cost.seconds *= 1 + error
-        self._context_share = max(0.0, self._context_share + error * factor * context)
+        error = max(_LEARNING, 1 / cost.count) * (seconds - expected) / (1 + pairs * pairs)
+        cost.seconds = max(least, cost.seconds + error)
+        if pairs >= _TELLING:
+            self._pairs_seconds = max(0.0, pairs_seconds + error * pairs)
 
-    def _without_context(self) -> Iterable[tuple[int, float]]:
+    def _seconds_of_pairs(self, num_decode: int) -> float:
+        """What a unit of pairs adds; until something tells of it, the first guess, by the size whose tokens are cheapest."""
+        if self._pairs_seconds is not None:
+            return self._pairs_seconds
+        token = min((cost.seconds / size for size, cost in self._costs(num_decode).items()), default=0.0)
+        return token / self._context_tokens * _PAIRS_UNIT
+
+    def _without_context(self, num_decode: int) -> Iterable[tuple[int, float]]:
         """Each size from the smallest with what it adds to a step by itself, as far as anything is known.
 
         Beyond the largest size that was seen only the next one is guessed, for small ones tell little of it.
         """
-        known = self._known_sizes()
+        known = self._known_sizes(self._costs(num_decode))
         least = 0.0
         for size in self._sizes:
             place = bisect_left(known, (size, -1.0))
@@ -143,7 +177,7 @@ class StepPace:
             if place == len(known):
                 return
 
-    def _known_sizes(self) -> list[tuple[int, float]]:
+    def _known_sizes(self, costs: Mapping[int, _SizeCost]) -> list[tuple[int, float]]:
         """Sizes that were seen, with what they add. What was seen long ago counts for less.
 
         So does what stands out, if it was seen only once and the sizes below it are well known: what little is known of
@@ -152,14 +186,15 @@ class StepPace:
         known: list[tuple[int, float]] = []
         well_known = 0  # sizes in a row, the last ones of `known`
         for size in self._sizes:
-            cost = self._added.get(size)
+            cost = costs.get(size)
             if cost is None:
                 continue
             seconds = cost.seconds
             if cost.count == 1 and well_known:
                 seconds = min(seconds, _OUTLIER * _extrapolated(known[-well_known:], size))
             well_known = well_known + 1 if cost.count >= _FEW else 0
-            known.append((size, seconds * _FORGETTING ** (self._num_prefills - cost.latest)))
+            forgotten = seconds * _FORGETTING ** (self._num_prefills - cost.latest)
+            known.append((size, max(forgotten, min(seconds, cost.least))))
         return known
 
     def _size(self, tokens: int) -> int:
@@ -183,11 +218,13 @@ class _SizeCost:
     Attributes:
         count: steps that had it.
         latest: number of the last one, of all that had a prefill.
+        least: what it was measured to add; 0: it was not measured.
     """
 
     seconds: float
     count: int
     latest: int
+    least: float = 0.0
 
 
 class _LatestSteps:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxserve.engine.device_batch import Bucket
-from jaxserve.engine.program_choice import fastest_programs, is_settled
+from jaxserve.engine.program_choice import added_by_prompts, fastest_programs, is_settled
 
 SMALL, MIDDLE, LARGE = Bucket(64, 16, 64), Bucket(64, 16, 96), Bucket(64, 16, 128)
 
@@ -40,3 +42,14 @@ def test_a_time_is_known_when_its_two_quickest_rounds_agree() -> None:
     assert not is_settled([9.0, 5.0, 5.3])
     assert not is_settled([5.0])
     assert not is_settled([])
+
+
+def test_what_prompts_add_is_told_for_each_number_of_decode_rows() -> None:
+    seconds = {
+        Bucket(8, 0, 0): 4.0, Bucket(16, 0, 0): 4.5, Bucket(64, 0, 0): 5.5,
+        Bucket(16, 16, 64): 5.0, Bucket(16, 16, 128): 4.5, Bucket(64, 16, 64): 7.5, Bucket(64, 16, 128): 7.0,
+        Bucket(0, 16, 64): 4.1,
+    }  # fmt: skip
+    added = added_by_prompts(seconds)
+    # The larger program serves 64 tokens, and beside 16 rows nothing is seen of what it adds.
+    assert added == {16: {64: pytest.approx(0.09), 128: pytest.approx(0.09)}, 64: {64: 1.5, 128: 1.5}}

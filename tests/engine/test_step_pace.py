@@ -133,6 +133,53 @@ def test_a_size_that_seemed_to_cost_nothing_does_not_make_all_larger_ones_cheap(
     assert pace.prefill_budget(16, 0) in (192, 256)
 
 
+MEASURED = {16: {64: 0.4e-3, 128: 0.8e-3, 256: 3.0e-3, 512: 8.0e-3}, 64: {64: 1.0e-3, 128: 1.5e-3, 256: 5.0e-3}}
+
+
+def test_a_size_that_was_measured_to_take_too_long_is_never_tried() -> None:
+    pace = StepPace((64, 128, 256, 512), measured=MEASURED)
+    show_decoding(pace, 16, 0.005)
+    for _ in range(2000):
+        pace.observe(batch(16, 64), 0.0055)
+        assert pace.prefill_budget(16, 0) == 256
+
+
+def test_the_first_prompt_goes_by_what_was_measured_beside_as_many_rows() -> None:
+    pace = StepPace((64, 128, 256, 512), measured=MEASURED)
+    show_decoding(pace, 9, 0.005)
+    show_decoding(pace, 40, 0.005)
+    assert pace.prefill_budget(9, 0) == 256
+    assert pace.prefill_budget(40, 0) == 128
+
+
+def test_what_was_measured_is_corrected_by_what_is_seen() -> None:
+    pace = StepPace((64, 128, 256, 512), measured=MEASURED)
+    show_decoding(pace, 16, 0.005)
+    show_decoding(pace, 64, 0.0055)
+    for _ in range(10):
+        pace.observe(batch(16, 256), 0.0115)
+    assert pace.prefill_budget(16, 0) == 128
+    assert pace.prefill_budget(64, 0) == 128  # by what was measured beside so many
+
+
+@pytest.mark.parametrize("goal", [0.0103, 0.012])
+def test_sizes_that_differ_in_what_they_take_without_context_keep_to_the_goal_with_it(goal: float) -> None:
+    """As of an H200: a piece of 192 tokens takes more than twice what one of 128 does, and context the same for both."""
+    added = {64: 0.4e-3, 96: 0.65e-3, 128: 0.85e-3, 192: 2.0e-3, 256: 3.2e-3, 512: 8.0e-3}
+    pace = StepPace(tuple(added), goal=goal, measured={16: added})
+    show_decoding(pace, 16, 0.0051)
+    taken = []
+    for _ in range(4):
+        start = 0
+        while start < 16_000:
+            budget = pace.prefill_budget(16, start)
+            taken.append(0.0051 + added[budget] + 1.85e-9 * budget * (start + budget / 2))
+            pace.observe(batch(16, budget, start), taken[-1])
+            start += budget
+    assert max(taken) <= goal
+    assert sum(taken) / len(taken) > 0.75 * goal
+
+
 def test_what_context_costs_is_learned() -> None:
     """At 10 us a token, and as much again for each 4,000 tokens before it: the chunks of one long prompt."""
     pace = StepPace(SIZES, goal=0.0105)
