@@ -32,7 +32,7 @@ class Options:
     tiles: int  # CUDA blocks of each group of heads
     groups_of_heads: int
     blocks_at_once: int  # as in `locate_tile`
-    counts: bool  # whether who is last to leave a part is counted; else it is who has the last part
+    counts: bool  # whether who is last to leave a part is counted; else it is who has the first, which begins last
 
 
 def compute_tile(
@@ -102,7 +102,7 @@ def _share_out(
             counter = counters_ref.at[pl.ds(place(jnp.int32(0)), 1)]
             is_last = count_in(counter, arrival) == count - 1  # pyright: ignore[reportCallIssue] (the decorator passes the context)
         else:
-            is_last = tile.part == count - 1
+            is_last = tile.part == 0
 
         @pl.when(is_last)
         def _():

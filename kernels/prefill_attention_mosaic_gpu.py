@@ -233,6 +233,7 @@ def _prefill_attention_kernel(
         kv_lens_ref,
         tokens=q_ref.shape[0],
         tile_tokens=options.tile_tokens,
+        kv_block=scratch["k_smem"].shape[1],
         window=options.window,
         tiles=options.tiles,
         blocks_at_once=options.blocks_at_once,

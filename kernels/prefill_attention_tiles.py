@@ -25,19 +25,29 @@ class Tile:
     end_visible: Array
     number: Array  # of the tile, the same for all CUDA blocks that share its KV
     part: Array  # which of them this one is
-    most_parts: Array  # how many there may be of each tile in this launch
+    most_parts: Array  # how many there may be of the tile
     stride: Array  # of `number + part * stride`, by which a CUDA block of some head is told from the others
 
 
 def locate_tile(
-    query_starts_ref, kv_lens_ref, *, tokens: int, tile_tokens: int, window: int | None, tiles: int, blocks_at_once: int
+    query_starts_ref,
+    kv_lens_ref,
+    *,
+    tokens: int,
+    tile_tokens: int,
+    kv_block: int,
+    window: int | None,
+    tiles: int,
+    blocks_at_once: int,
 ) -> Tile:
     """Find the row and tokens of this CUDA block; the padding behind the last row counts as one more, without KV.
 
     A launch has more CUDA blocks than tiles wherever rows are fewer than there may be. Where those that are left over find a
-    multiprocessor each, they take parts of the tiles' KV.
+    multiprocessor each, they take parts of the KV of tiles that see most of it: a prompt that begins behind the end of a
+    long one has nothing to share out.
 
     Args:
+        kv_block: KV positions that are worked on at once.
         tiles: CUDA blocks of each group of heads.
         blocks_at_once: CUDA blocks of each group of heads that run at the same time; 0: KV is not cut.
     """
@@ -49,26 +59,34 @@ def locate_tile(
         jnp.where(end > start, divide_up(end - first, tile_tokens), 0)
         for start, end, first in zip(starts, ends, first_tokens, strict=True)
     ]
-    live_tiles = functools.reduce(lambda a, b: a + b, counts[:rows])
-    index = lax.axis_index("tile")
-    most_parts, part, cut = jnp.int32(1), jnp.int32(0), live_tiles
+    parts = [jnp.int32(1)] * rows
     if blocks_at_once:
         room = jnp.minimum(tiles - counts[rows], blocks_at_once)
-        most_parts = jnp.maximum(lax.div(room, jnp.maximum(live_tiles, 1)), 1)
-        cut = live_tiles * most_parts  # CUDA blocks that have a row's tile, or a part of one
-        part = jnp.where(index < cut, lax.div(index, jnp.maximum(live_tiles, 1)), 0)
-        index = jnp.where(index < cut, index - part * live_tiles, index - cut + live_tiles)
+        parts = _parts_of_rows(counts[:rows], [kv_lens_ref[row] for row in range(rows)], room, kv_block, window)
+    blocks = [*(count * part for count, part in zip(counts[:rows], parts, strict=True)), counts[rows]]
+    cut = _sum(blocks[:rows])  # CUDA blocks that have a row's tile, or a part of one
+    index = lax.axis_index("tile")
     # A row's later tiles see more KV. Starting with the longest work leaves the shortest to fill the gaps at the end.
-    index = jnp.where(index < live_tiles, live_tiles - 1 - index, index)
+    index = jnp.where(index < cut, cut - 1 - index, index)
 
-    row = start = row_start = row_end = total = jnp.int32(0)
-    for candidate, count in enumerate(counts):
-        inside = (index >= total) & (index < total + count)
+    row = first = row_start = row_end = base = total = jnp.int32(0)
+    count = most_parts = jnp.int32(1)
+    for candidate, num_blocks in enumerate(blocks):
+        inside = (index >= total) & (index < total + num_blocks)
         row = jnp.where(inside, candidate, row)
-        start = jnp.where(inside, first_tokens[candidate] + (index - total) * tile_tokens, start)
+        base = jnp.where(inside, total, base)
+        first = jnp.where(inside, first_tokens[candidate], first)
         row_start = jnp.where(inside, starts[candidate], row_start)
         row_end = jnp.where(inside, ends[candidate], row_end)
-        total = total + count
+        if candidate < rows:
+            count = jnp.where(inside, counts[candidate], count)
+            most_parts = jnp.where(inside, parts[candidate], most_parts)
+        else:
+            count = jnp.where(inside, num_blocks, count)
+        total = total + num_blocks
+    part = lax.div(index - base, count) if blocks_at_once else jnp.int32(0)
+    number = index - part * count
+    start = first + (number - base) * tile_tokens
 
     start = jnp.minimum(start, tokens - tile_tokens)
     live_start = jnp.maximum(row_start - start, 0)
@@ -88,11 +106,36 @@ def locate_tile(
         first_position=first_position,
         first_visible=jnp.where(is_padding, 0, first_visible),
         end_visible=jnp.where(is_padding, 0, first_position + live_end),
-        number=index,
+        number=number,
         part=part,
         most_parts=most_parts,
-        stride=live_tiles,
+        stride=count,
     )
+
+
+def _parts_of_rows(
+    counts: list[Array], kv_lens: list[Array], room: Array, kv_block: int, window: int | None
+) -> list[Array]:
+    """How many CUDA blocks may share a tile of each row: as many as there is room for where much is seen, and else one.
+
+    Args:
+        counts: tiles of each row.
+        room: CUDA blocks of all rows.
+    """
+    # By one division for all rows: each CUDA block works this out anew.
+    seen = kv_lens if window is None else [jnp.minimum(length, window) for length in kv_lens]
+    seen = [jnp.where(count > 0, length, 0) for count, length in zip(counts, seen, strict=True)]
+    most = functools.reduce(jnp.maximum, seen)
+    is_long = [2 * length >= most for length in seen]
+    long_tiles = _sum([jnp.where(long, count, 0) for long, count in zip(is_long, counts, strict=True)])
+    short_tiles = _sum(counts) - long_tiles
+    parts = jnp.maximum(lax.div(jnp.maximum(room - short_tiles, 0), jnp.maximum(long_tiles, 1)), 1)
+    parts = jnp.where(most >= 2 * _BLOCKS_OF_A_PART * kv_block, parts, 1)
+    return [jnp.where(long, parts, 1) for long in is_long]
+
+
+def _sum(terms: list[Array]) -> Array:
+    return functools.reduce(lambda a, b: a + b, terms)
 
 
 def divide_up(dividend: Array, divisor: int) -> Array:

@@ -57,6 +57,9 @@ DEFAULT_WORKLOADS = (
     Workload("12 rows of 5 to 280 in 2048", tuple((0, 5 + 25 * i) for i in range(12)), 2048),
     one_row(512, context=7680),
     one_row(64, context=8128),
+    # As in an engine's step: 16 rows are compiled, and most of them empty.
+    Workload("128 after 15872, of 16 rows", ((15872, 128), *((0, 0),) * 15), 128),
+    Workload("72 after 15928 and 56, of 16 rows", ((15928, 72), (0, 56), *((0, 0),) * 14), 128),
     one_row(4096, head_dim=64),
     one_row(4096, head_dim=96),
     one_row(4096, head_dim=256, q_heads=16),
