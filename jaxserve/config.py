@@ -323,6 +323,7 @@ class ServerConfig:
         api_keys: any of them opens every route; none: everyone may come in.
         admin_api_keys: any of them opens the routes for administrators as well; if there are only other keys, nobody does.
         pinned_prompt: a system prompt that is computed at start and kept in the prefix cache.
+        pinned_prompt_name: what errors call it, such as the file that it was read from.
         allowed_origins: web origins whose pages may call the server, such as "https://chat.example"; "*": all of them.
         served_model_name: what clients call the model; None: the name that it was asked for by.
         allow_special_tokens_in_content: whether what messages say may make control tokens, as Hugging Face has it.
@@ -350,6 +351,7 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     admin_api_keys: tuple[str, ...] = ()
     pinned_prompt: str | None = None
+    pinned_prompt_name: str = "pinned_prompt"
     allowed_origins: tuple[str, ...] = ()
     served_model_name: str | None = None
     allow_special_tokens_in_content: bool = False

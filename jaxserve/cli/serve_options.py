@@ -156,14 +156,27 @@ def all_api_keys(flags: list[str] | None, variable: str, file: Path | None = Non
     return (*(flags or ()), *(value or "").split(), *(read_api_keys(file) if file else ()))
 
 
+def read_text(file: Path) -> str:
+    """A file's text, without the mark that some editors put before UTF-8: it would be a part of a prompt or a key.
+
+    Raises:
+        ValueError: it is no UTF-8.
+        OSError: it cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from error
+
+
 def read_api_keys(file: Path) -> tuple[str, ...]:
     """The keys in a file: a line each, without white space around it; empty lines and those that start with # are none.
 
     Raises:
-        ValueError: there is none in it, which would leave the server open to everyone.
+        ValueError: there is none in it, which would leave the server open to everyone; or it is no UTF-8.
         OSError: it cannot be read.
     """
-    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = [line.strip() for line in read_text(file).splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ValueError(f"the API key file {file} holds no key: write one on each line")

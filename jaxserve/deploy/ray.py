@@ -87,6 +87,7 @@ def build_app(
         server_config.served_model_name,
         allow_special_tokens_in_content=server_config.allow_special_tokens_in_content,
         pinned_prompt=server_config.pinned_prompt,
+        pinned_prompt_name=server_config.pinned_prompt_name,
     )
     return application_of(load, engine_config, server_config, num_replicas, ray_actor_options)
 

@@ -61,15 +61,13 @@ def plan_limits(
     at_once = _SEQUENCES_OF_MODE.get(config.mode, defaults.max_num_seqs)
     max_num_seqs = config.max_num_seqs or min(at_once, config.max_num_batched_tokens or at_once)
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
-    wanted = config.max_model_len or model_config.max_position_embeddings
+    wanted = _wanted_context(model_config, config)
     if wanted > model_config.max_position_embeddings:
         logger.warning(
             "max_model_len=%d is beyond the %d tokens that the model was made for: what it answers there may be of no use",
             wanted,
             model_config.max_position_embeddings,
         )
-    if config.mode == "local" and config.max_model_len is None:
-        wanted = min(wanted, _LOCAL_CONTEXT)
     num_longest = 1 if config.mode in _SEQUENCES_OF_MODE else max_num_seqs  # that the cache is to hold
     pages_wanted = num_longest * -(-wanted // config.page_size)
     token_bytes = kv_bytes_per_token(model_config, cache_dtype) + draft_bytes_per_token
@@ -107,6 +105,19 @@ def plan_limits(
         num_pages=num_pages,
         static_batching=config.static_batching,
     )
+
+
+def longest_context(model_config: ModelConfig, config: EngineConfig) -> int:
+    """Tokens that a sequence may have at most, whatever memory there is."""
+    wanted = _wanted_context(model_config, config)
+    return wanted if config.num_pages is None else min(wanted, config.num_pages * config.page_size)
+
+
+def _wanted_context(model_config: ModelConfig, config: EngineConfig) -> int:
+    if config.max_model_len is not None:
+        return config.max_model_len
+    longest = model_config.max_position_embeddings
+    return min(longest, _LOCAL_CONTEXT) if config.mode == "local" else longest
 
 
 def _rounded(num_pages: int) -> int:

@@ -12,6 +12,7 @@ from jaxserve.checkpoint.source import draft_head_folder, resolve_model
 from jaxserve.checkpoint.store import converted_folder, load_checkpoint
 from jaxserve.config import EngineConfig, ToolCallFormat
 from jaxserve.engine.build import build_runner, make_engine_mesh
+from jaxserve.engine.capacity import longest_context
 from jaxserve.engine.cluster import Follower, join_cluster
 from jaxserve.engine.cluster_runner import follow
 from jaxserve.engine.engine_process import ProcessSetup
@@ -20,6 +21,7 @@ from jaxserve.engine.request import RequestError
 from jaxserve.progress import Progress
 from jaxserve.protocol.checkpoint_engine import start_checkpoint_engine
 from jaxserve.protocol.errors import BadRequestError
+from jaxserve.protocol.prompts import PromptBuilder
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.speculative_config import HEAD_METHODS
 from jaxserve.structured.compiler import ForwardingCompiler, GrammarCompiler
@@ -38,6 +40,7 @@ def launch(
     allow_special_tokens_in_content: bool = False,
     tool_call_parser: ToolCallFormat | None = None,
     pinned_prompt: str | None = None,
+    pinned_prompt_name: str = "pinned_prompt",
     engine_process: ProcessSetup | None = None,
 ) -> OpenAIService:
     """A service whose engine runs and has compiled all it will ever need.
@@ -47,6 +50,7 @@ def launch(
         served_model_name: what clients call the model; None: `model` itself.
         tool_call_parser: how the model writes calls of tools; None: told by its chat template.
         pinned_prompt: a system prompt that is computed at once and kept; None: nothing is.
+        pinned_prompt_name: what errors call it.
         engine_process: the engine runs in a process of its own, which speaks to people in this way; None: in this one.
 
     Raises:
@@ -56,15 +60,22 @@ def launch(
         EngineProcessError: the engine's process ended while it loaded.
     """
     _check_shared(model, config)
-    if pinned_prompt is not None and not config.enable_prefix_caching:
-        raise ValueError(
-            "a pinned prompt is kept in the prefix cache, and enable_prefix_caching is False: leave --pinned-prompt or "
-            "--no-enable-prefix-caching out"
-        )
+    if pinned_prompt is not None:
+        _check_pinning(pinned_prompt, pinned_prompt_name, config)
     folder = converted_folder(resolve_model(model, progress), progress)
-    check_files(folder, read_manifest(folder))
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
     tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
     template = load_chat_template(tokenizer, model)
+    if pinned_prompt is not None:
+        prompts = PromptBuilder(
+            tokenizer,
+            template,
+            max_model_len=longest_context(manifest.model_config, config),
+            vocab_size=manifest.model_config.vocab_size,
+            allow_special_tokens_in_content=allow_special_tokens_in_content,
+        )
+        _check_pinned_length(prompts, pinned_prompt, pinned_prompt_name, config.page_size)
     draft_folder = resolve_draft_model(config, tokenizer, progress)
     start = partial(start_checkpoint_engine, folder, draft_folder, config)
     if engine_process is not None:
@@ -89,8 +100,49 @@ def launch(
             service.pin_prompt(pinned_prompt)
         except (BadRequestError, RequestError) as error:
             service.close()
-            raise ValueError(f"the pinned prompt cannot be served: {error}") from error
+            raise _unservable(pinned_prompt_name, error) from error
     return service
+
+
+def _check_pinning(text: str, name: str, config: EngineConfig) -> None:
+    """Raises:
+    ValueError: there is nothing to pin, or no prefix cache to keep it in.
+    """
+    if not config.enable_prefix_caching:
+        raise ValueError(
+            "a pinned prompt is kept in the prefix cache, and enable_prefix_caching is False: leave --pinned-prompt or "
+            "--no-enable-prefix-caching out"
+        )
+    if not text.strip():
+        raise ValueError(f"{name} is empty: write a system prompt into it, or leave --pinned-prompt out")
+
+
+def _check_pinned_length(prompts: PromptBuilder, text: str, name: str, page_size: int) -> None:
+    """Before minutes go into loading the model.
+
+    Raises:
+        ValueError: no plan of memory could make the pinned prompt fit, or the template refuses it.
+    """
+    try:
+        num_tokens = len(prompts.system_prefix(text))
+    except BadRequestError as error:
+        raise _unservable(name, error) from error
+    if num_tokens >= prompts.max_model_len:
+        raise ValueError(
+            f"{name}: the pinned prompt has {num_tokens} tokens, and the context has {prompts.max_model_len} with the "
+            "answer: shorten it, or raise --max-model-len or --num-pages where they are set"
+        )
+    if num_tokens < page_size:
+        logger.warning(
+            "%s: the pinned prompt has %d tokens, less than a KV page of --page-size %d: nothing of it is kept",
+            name,
+            num_tokens,
+            page_size,
+        )
+
+
+def _unservable(name: str, error: Exception) -> ValueError:
+    return ValueError(f"{name}: the pinned prompt cannot be served: {error}")
 
 
 def resolve_draft_model(config: EngineConfig, tokenizer: Tokenizer, progress: Progress) -> Path | None:

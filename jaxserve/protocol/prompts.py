@@ -50,7 +50,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._template = template
         self._allow_special_tokens = allow_special_tokens_in_content
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._vocab_size = vocab_size
         longest = max((len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1)
         self._max_prompt_bytes = max_model_len * max(longest, 1)
@@ -177,7 +177,7 @@ class PromptBuilder:
         if num_bytes > self._max_prompt_bytes:
             raise BadRequestError(
                 f"`{param}` has {num_bytes} bytes of text, more than this model's context of "
-                f"{self._max_model_len} tokens can hold",
+                f"{self.max_model_len} tokens can hold",
                 param=param,
                 code="context_length_exceeded",
             )

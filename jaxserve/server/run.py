@@ -57,6 +57,7 @@ def serve(
             allow_special_tokens_in_content=server_config.allow_special_tokens_in_content,
             tool_call_parser=server_config.tool_call_parser,
             pinned_prompt=server_config.pinned_prompt,
+            pinned_prompt_name=server_config.pinned_prompt_name,
             engine_process=setup if own_process else None,
         )
         service.prepare_grammars()

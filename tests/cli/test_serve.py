@@ -123,6 +123,31 @@ def test_keys_with_white_space_are_refused_and_not_shown(
     assert "hush" not in done.output and not started
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt_or_key(
+    started: list[tuple[EngineConfig, ServerConfig]], tmp_path: Path
+) -> None:
+    prompt, keys = tmp_path / "prompt.txt", tmp_path / "keys"
+    prompt.write_text("Be brief.", encoding="utf-8-sig")
+    keys.write_text("sk-1\n", encoding="utf-8-sig")
+    assert serve("--pinned-prompt", str(prompt), "--api-key-file", str(keys)).exit_code == 0
+    ((_, server),) = started
+    assert (server.pinned_prompt, server.pinned_prompt_name) == ("Be brief.", str(prompt))
+    assert server.api_keys == ("sk-1",)
+
+
+@pytest.mark.parametrize("option", ["--pinned-prompt", "--api-key-file"])
+def test_a_file_that_cannot_be_read_is_named(
+    option: str, started: list[tuple[EngineConfig, ServerConfig]], tmp_path: Path
+) -> None:
+    latin = tmp_path / "latin"
+    latin.write_bytes("Sei höflich.".encode("latin-1"))
+    for file, reason in ((latin, "is no UTF-8 text"), (tmp_path / "missing", "No such file"), (tmp_path, "directory")):
+        done = serve(option, str(file))
+        assert done.exit_code == 1 and not started
+        (line,) = done.stderr.splitlines()
+        assert str(file) in line and reason in line
+
+
 def test_a_key_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# none yet\n")

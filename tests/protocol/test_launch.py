@@ -1,5 +1,10 @@
 """What is wrong with a model is told when it is loaded, in one line."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
 import pytest
 
 from jaxserve.checkpoint.errors import CheckpointError
@@ -26,6 +31,51 @@ def test_template_is_the_checkpoints() -> None:
     assert template is not None
     assert "user\nhi" in template.render([{"role": "user", "content": "hi"}])
     assert load_chat_template(tokenizer_with(None), "some-model") is None
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*arguments: object) -> NoReturn:
+        raise RuntimeError("weights are loaded")
+
+    monkeypatch.setattr("jaxserve.protocol.launch.start_checkpoint_engine", start)
+
+
+def launch_pinned(model: Path, text: str, **sizes: Any) -> None:
+    """With a prompt of as many tokens as its text has characters, and 16 of the template around it."""
+    launch(str(model), EngineConfig(**sizes), NoProgress(), pinned_prompt=text, pinned_prompt_name="prompt.txt")
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize(
+    ("sizes", "longest"), [({}, 512), ({"max_model_len": 100}, 100), ({"num_pages": 4, "page_size": 8}, 32)]
+)
+def test_a_pinned_prompt_that_can_never_fit_is_refused_before_weights_are_loaded(
+    sizes: dict[str, int], longest: int, tiny_model_dir: Path
+) -> None:
+    around = 16
+    with pytest.raises(
+        ValueError,
+        match=rf"^prompt\.txt: the pinned prompt has {longest} tokens, and the context has {longest} .*shorten",
+    ):
+        launch_pinned(tiny_model_dir, "x" * (longest - around), **sizes)
+    with pytest.raises(RuntimeError, match="weights are loaded"):
+        launch_pinned(tiny_model_dir, "x" * (longest - around - 1), **sizes)
+    with pytest.raises(ValueError, match=r"^prompt\.txt: .*has \d+ bytes of text, more than"):
+        launch_pinned(tiny_model_dir, "x" * 100_000, **sizes)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_a_pinned_prompt_of_which_nothing_is_kept_is_told(
+    tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match=r"prompt\.txt is empty: .*leave --pinned-prompt out"):
+        launch_pinned(tiny_model_dir, " \n")
+    for text, told in (("x" * 15, True), ("x" * 16, False)):
+        caplog.clear()
+        with pytest.raises(RuntimeError, match="weights are loaded"):
+            launch_pinned(tiny_model_dir, text, page_size=32)
+        assert ("prompt.txt: the pinned prompt has 31 tokens, less than a KV page" in caplog.text) == told
 
 
 def test_a_pinned_prompt_needs_the_prefix_cache() -> None:
