@@ -26,20 +26,24 @@ class SchedulingOrder:
         policy: "fcfs": first come, first served, but that of those who come within the time that computing a prompt takes
             the shorter ones go first: in a burst they would all wait for the long ones. "priority": smaller `priority`
             first, as vLLM has it. "sjf": shortest prompt first.
-        seconds_per_priority: of waiting that outweigh one step of priority.
+        seconds_per_priority: of waiting that outweigh one step of priority near 0; less, the further from it.
+        most_priority_seconds: that no priority comes to, however large: twice as many outweigh any two.
         seconds_per_token: of waiting that outweigh one more prompt token under "sjf".
         fcfs_seconds_per_token: and under "fcfs": about what a GPU takes to compute it.
     """
 
     policy: SchedulingPolicy = "fcfs"
     seconds_per_priority: float = 60.0
+    most_priority_seconds: float = 3600.0
     seconds_per_token: float = 0.005
     fcfs_seconds_per_token: float = 1e-5
 
     def handicap(self, request: Request) -> float:
         """Seconds by which later requests may overtake this one, all else being equal."""
         if self.policy == "priority":
-            return request.priority * self.seconds_per_priority
+            # Steps get smaller rather than end somewhere, so that large priorities keep their order among themselves.
+            seconds = request.priority * self.seconds_per_priority
+            return seconds / (1.0 + abs(seconds) / self.most_priority_seconds)
         if self.policy == "sjf":
             return len(request.prompt_token_ids) * self.seconds_per_token
         return len(request.prompt_token_ids) * self.fcfs_seconds_per_token

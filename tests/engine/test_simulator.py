@@ -93,13 +93,19 @@ def simulate(
     return result, watch
 
 
-def check_order(watch: Watch, order: SchedulingOrder) -> None:
-    """Nobody began before one who has the better place, however little it was."""
+def check_order(watch: Watch, order: SchedulingOrder, longest_wait: float) -> None:
+    """Nobody began before one who has the better place, however little it was, nor before one who came much earlier.
+
+    Args:
+        longest_wait: seconds after a request from which on nobody may go before it, whatever they ask for.
+    """
     began = [sequence for sequence in watch.seen.values() if sequence.scheduled_time > 0]
     for first, second in itertools.permutations(began, 2):
         ahead = second.request.arrival_time - first.request.arrival_time
         outweighed = ahead > 0 and ahead > order.handicap(first.request) - order.handicap(second.request)
-        assert not (outweighed and first.scheduled_time > second.scheduled_time), "overtaken for longer than may be"
+        overtaken = first.scheduled_time > second.scheduled_time
+        assert not (outweighed and overtaken), "overtaken for longer than may be"
+        assert not (ahead > longest_wait and overtaken), "overtaken for longer than anybody may be"
 
 
 @st.composite
@@ -123,7 +129,7 @@ def traces(draw: st.DrawFn) -> tuple[dict[str, int], list[SimulatedRequest]]:
                 st.integers(1, 16),  # own tokens
                 st.integers(1, 16),  # of the answer
                 st.integers(1, 3),  # choices
-                st.integers(-2, 2),  # priority
+                st.integers(-2, 2) | st.sampled_from([-(2**31) + 1, 2**31 - 1]),  # priority
                 st.one_of(st.none(), st.floats(0, 0.2)),  # when the client goes away
                 st.sampled_from([None, "x"]),
             ),
@@ -144,7 +150,13 @@ ORDERS: list[SchedulingPolicy] = ["fcfs", "priority", "sjf"]
 
 
 def check_trace(limits: dict[str, int], trace: list[SimulatedRequest], policy: SchedulingPolicy, paced: bool) -> None:
-    order = SchedulingOrder(policy, seconds_per_priority=0.05, seconds_per_token=0.002)
+    order = SchedulingOrder(
+        policy,
+        seconds_per_priority=0.05,
+        most_priority_seconds=0.1,
+        seconds_per_token=0.002,
+        fcfs_seconds_per_token=1e-3,
+    )
     sizes = [size for size in (1, 4, 16) if size < limits["tokens"]] + [limits["tokens"]]
     result, watch = simulate(
         make_limits(**limits),
@@ -153,7 +165,9 @@ def check_trace(limits: dict[str, int], trace: list[SimulatedRequest], policy: S
         pace=StepPace(sizes) if paced else None,
         prefill_sizes=PrefillSizes(tuple(sizes), balanced_tokens=8) if paced else None,
     )
-    check_order(watch, order)
+    longest = limits["max_len"]
+    bounds = {"fcfs": longest * 1e-3, "priority": 2 * 0.1, "sjf": longest * 0.002}
+    check_order(watch, order, bounds[policy])
     plain, _ = simulate(make_limits(**limits), trace, caching=False)
     assert plain.hit_rate == 0.0
     assert 0.0 <= result.hit_rate < 1.0

@@ -96,6 +96,24 @@ def test_a_preempted_answer_goes_on_before_prompts_that_are_shorter() -> None:
     assert order_of(queue)[0] == "a"
 
 
+PRIORITIES = st.integers(-(2**31) + 1, 2**31 - 1)  # all that a client may ask for
+
+
+@given(one=PRIORITIES, other=PRIORITIES)
+def test_any_priority_is_outweighed_by_two_hours_of_waiting(one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    order = SchedulingOrder("priority")
+    queue = queued(order, sequence("a", 0.0, priority=high), sequence("b", 7200.0, priority=low))
+    assert order_of(queue) == "ab"
+
+
+@given(one=st.integers(-100_000, 100_000), other=st.integers(-100_000, 100_000))
+def test_large_priorities_keep_their_order(one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    queue = queued(SchedulingOrder("priority"), sequence("a", 0.0, priority=high), sequence("b", 0.0, priority=low))
+    assert order_of(queue) == ("ab" if low == high else "ba")
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf"])
 @given(
     requests=st.lists(
