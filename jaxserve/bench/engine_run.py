@@ -8,6 +8,7 @@ import platform
 import shlex
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,14 @@ from jaxserve.engine import replicas
 from jaxserve.engine.build import (
     build_dummy_engine,
     build_engine,
+    check_model_fits,
     make_engine_mesh,
     resolve_cache_dtype,
+    resolve_dtype,
     select_devices,
 )
 from jaxserve.engine.build_drafting import Model
+from jaxserve.engine.capacity import check_weights_fit
 from jaxserve.engine.client import EngineClient, Replica
 from jaxserve.engine.process_messages import HostedEngine
 from jaxserve.engine.remote_engine import RemoteEngine
@@ -79,10 +83,12 @@ def start_engine(model: str, config: EngineConfig, progress: Progress) -> Engine
 
     def build(config: EngineConfig, replica: Replica) -> EngineClient:
         mesh = make_engine_mesh(config, replica.index)
-        checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
+        check = partial(check_model_fits, config=config, mesh=mesh)
+        checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check)
         draft = None
         if draft_folder is not None:
-            drafting = load_checkpoint(draft_folder, config.dtype, progress, mesh=mesh)
+            check = partial(check_weights_fit, config=config, mesh=mesh, dtype=resolve_dtype(config, mesh))
+            drafting = load_checkpoint(draft_folder, config.dtype, progress, mesh=mesh, check=check)
             draft = Model(drafting.model_config, drafting.params)
         return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft)
 

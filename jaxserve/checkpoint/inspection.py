@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
-import numpy as np
 
 from jaxserve.checkpoint.manifest import ArrayInfo, check_files, is_converted, read_manifest
 from jaxserve.checkpoint.open_model import open_model
@@ -17,7 +15,6 @@ from jaxserve.config import ModelConfig
 from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.params import param_specs
 from jaxserve.models.shard_layout import ShardLayout
-from jaxserve.sharding.rules import LOGICAL_TO_MESH
 
 
 @dataclass(frozen=True)
@@ -103,11 +100,9 @@ def device_memory(config: ModelConfig, tensor_parallel_size: int, dtype: str) ->
     """
     element = _element_type(dtype)
     layout = ShardLayout(config, tensor_parallel_size)
-    weights = 0
-    for spec in jax.tree.leaves(layout.specs()):
-        is_cut = any(axis in LOGICAL_TO_MESH for axis in spec.logical_axes)
-        weights += spec.size * np.dtype(spec.element_type(element)).itemsize // (tensor_parallel_size if is_cut else 1)
-    return DeviceMemory(weights, kv_bytes_per_token(layout.device_config, element) // tensor_parallel_size)
+    return DeviceMemory(
+        layout.device_bytes(element), kv_bytes_per_token(layout.device_config, element) // tensor_parallel_size
+    )
 
 
 def _element_type(dtype: str) -> jnp.dtype:

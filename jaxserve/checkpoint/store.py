@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,14 @@ class LoadedCheckpoint:
     name: str
 
 
-def load_checkpoint(path: str | Path, dtype: str, progress: Progress, *, mesh: Mesh | None = None) -> LoadedCheckpoint:
+def load_checkpoint(
+    path: str | Path,
+    dtype: str,
+    progress: Progress,
+    *,
+    mesh: Mesh | None = None,
+    check: Callable[[ModelConfig], None] = lambda config: None,
+) -> LoadedCheckpoint:
     """Load a model onto its devices.
 
     Args:
@@ -54,6 +62,7 @@ def load_checkpoint(path: str | Path, dtype: str, progress: Progress, *, mesh: M
             float32 always.
         mesh: the devices that share the model, each of which reads its own part (by `ShardLayout.source_shardings`);
             None: everything on the first device.
+        check: told of the model before its weights are read; may raise, as where they do not fit.
 
     Raises:
         CheckpointError: if there is no model, or it is damaged.
@@ -65,6 +74,7 @@ def load_checkpoint(path: str | Path, dtype: str, progress: Progress, *, mesh: M
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     check_arrays(manifest.model_config, {name: info.shape for name, info in manifest.arrays.items()}, str(folder))
+    check(manifest.model_config)
     if dtype == "auto":
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         dtype = "float32" if platform == "cpu" else "bfloat16"

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.build_drafting import Model, check_draft_model, draft_bytes_per_token, make_drafting
 from jaxserve.engine.build_heads import place_head, random_head
-from jaxserve.engine.capacity import check_weights_fit, plan_limits, usable_bytes
+from jaxserve.engine.build_memory import memory_plan, told_when_exhausted
+from jaxserve.engine.capacity import check_steps_fit, check_weights_fit, plan_limits
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, Replica
 from jaxserve.engine.cluster import Follower, Leader
 from jaxserve.engine.cluster_runner import LeadingRunner
@@ -26,7 +28,7 @@ from jaxserve.engine.draft_lengths import DraftLengths
 from jaxserve.engine.host_pages import HostPages
 from jaxserve.engine.kv_offload import plan_offload
 from jaxserve.engine.limits import SchedulerLimits
-from jaxserve.engine.memory_plan import HostMemory, MemoryPlan
+from jaxserve.engine.memory_plan import HostMemory
 from jaxserve.engine.prefill_sizes import BALANCED_TOKENS, PrefillSizes, balanced_tokens
 from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.scheduler import Scheduler
@@ -36,7 +38,8 @@ from jaxserve.engine.waiting_queue import SchedulingOrder
 from jaxserve.kernels.all_reduce_add_rms_norm_mosaic_gpu import unsupported_reason
 from jaxserve.kernels.peer_memory import ALIGNMENT, PeerLayout, PeerMemory, make_peer_memory
 from jaxserve.models.draft_head import DraftHead
-from jaxserve.models.params import LlamaParams, init_params, param_specs
+from jaxserve.models.kv_cache import kv_bytes_per_token
+from jaxserve.models.params import LlamaParams, init_params
 from jaxserve.models.presets import preset_config
 from jaxserve.models.quantize_params import quantization_for, quantize_params
 from jaxserve.models.rope import with_longest_sequence
@@ -110,6 +113,23 @@ def wanted_quantization(model_config: ModelConfig, config: EngineConfig) -> Quan
             "leave the option out, or use the checkpoint that was not quantized"
         )
     return None
+
+
+def check_model_fits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> None:
+    """Before a model is loaded or made, from its sizes alone.
+
+    Args:
+        model_config: as its weights come.
+
+    Raises:
+        OutOfMemoryError: the devices have no room for it, or beside it for the sizes that are asked for.
+        ValueError: sizes that do not divide over the mesh, or a checkpoint that is quantized in another way.
+    """
+    dtype = resolve_dtype(config, mesh)
+    check_weights_fit(model_config, config, mesh, dtype)
+    quantization = wanted_quantization(model_config, config)
+    run = model_config if quantization is None else dataclasses.replace(model_config, quantization=quantization)
+    check_steps_fit(run, config, mesh, dtype, resolve_cache_dtype(config, dtype))
 
 
 def place_params(
@@ -198,25 +218,30 @@ def build_runner(
         drafting = make_drafting(
             config.speculative_config, Model(device_config, params), draft, sizes, mesh, cache_dtype
         )
-    with progress.task("making the KV cache", None, ""):
-        runner = ModelRunner(
-            device_config,
-            params,
-            mesh=mesh,
-            sizes=sizes,
-            buckets=buckets,
-            cache_dtype=cache_dtype,
-            layerwise=_platform(mesh) == "cpu",
-            program_folder=program_folder() if cluster is None else None,  # a program of several hosts cannot be kept
-            offload=offload,
-            drafting=drafting,
-            peers=None
-            if config.disable_custom_all_reduce
-            else _peer_memory(device_config, mesh, dtype, limits.max_num_seqs),
-        )
-    runner.warm_up(progress, compares=cluster is None)
     host = None if offload is None else HostMemory(offload.num_bytes, offload.num_places)
-    _check_memory(runner, config, mesh, limits, host)
+    plan = partial(memory_plan, config=config, mesh=mesh, limits=limits, host=host)
+    page_bytes = limits.page_size * (kv_bytes_per_token(device_config, cache_dtype) + draft_bytes) // mesh.size
+    with told_when_exhausted(limits, page_bytes):
+        with progress.task("making the KV cache", None, ""):
+            runner = ModelRunner(
+                device_config,
+                params,
+                mesh=mesh,
+                sizes=sizes,
+                buckets=buckets,
+                cache_dtype=cache_dtype,
+                layerwise=_platform(mesh) == "cpu",
+                program_folder=program_folder() if cluster is None else None,  # one of several hosts cannot be kept
+                offload=offload,
+                drafting=drafting,
+                peers=None
+                if config.disable_custom_all_reduce
+                else _peer_memory(device_config, mesh, dtype, limits.max_num_seqs),
+            )
+        runner.warm_up(progress, compares=cluster is None, check=lambda use: plan(use).check())
+    measured = plan(runner.memory_use())  # with the places of results, which are there since programs have run
+    measured.check()
+    logger.info("%s", measured.table())
     return BuiltRunner(runner, model_config, mesh, dtype, limits, buckets)
 
 
@@ -232,20 +257,6 @@ def _make_buckets(limits: SchedulerLimits, config: EngineConfig, model_config: M
         has_single_row=mesh.size == 1 and not is_float8,
         num_speculative_tokens=0 if drafting is None else drafting.num_speculative_tokens,
     )
-
-
-def _check_memory(
-    runner: ModelRunner, config: EngineConfig, mesh: Mesh, limits: SchedulerLimits, host: HostMemory | None
-) -> None:
-    """Tells where the memory goes, which is known when all is compiled.
-
-    Raises:
-        OutOfMemoryError: steps need more than may be used.
-    """
-    usable, usable_as = usable_bytes(config, mesh)
-    plan = MemoryPlan(mesh.devices.flat[0].device_kind, runner.memory_use(), usable, usable_as, limits, host)
-    plan.check()
-    logger.info("%s", plan.table())
 
 
 def _peer_memory(model_config: ModelConfig, mesh: Mesh, dtype: jnp.dtype, max_num_seqs: int) -> PeerMemory | None:
@@ -366,7 +377,7 @@ def _dummy_model(model_config: ModelConfig, config: EngineConfig, progress: Prog
     if quantization is not None:
         model_config = dataclasses.replace(model_config, quantization=quantization)
     dtype = resolve_dtype(config, mesh)
-    check_weights_fit(sum(spec.num_bytes(dtype) for spec in jax.tree.leaves(param_specs(model_config))), config, mesh)
+    check_model_fits(model_config, config, mesh)
     with progress.task("making random weights", None, "arrays"):
         shardings = ShardLayout(model_config, mesh.size).source_shardings(mesh)
         return Model(model_config, init_params(model_config, config.seed or 0, dtype, shardings))

@@ -1,4 +1,4 @@
-"""Sizes that the configuration leaves open, from the device and the memory that it has."""
+"""Sizes that the configuration leaves open, from the device and the memory that it has; and whether those asked for fit."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.device_memory import usable_device_bytes, usable_in_words
-from jaxserve.engine.host_memory import available_host_bytes, total_host_bytes
+from jaxserve.engine.host_memory import available_host_bytes
 from jaxserve.engine.limits import SchedulerLimits
-from jaxserve.engine.memory_plan import OutOfMemoryError
+from jaxserve.engine.memory_plan import MemoryUse, OutOfMemoryError
 from jaxserve.models.kv_cache import kv_bytes_per_token
+from jaxserve.models.shard_layout import ShardLayout
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
-_CPU_CACHE_BYTES = _GIB  # at most, for the KV cache on a CPU whose memory others use too
+_CPU_CACHE_BYTES = _GIB  # for the KV cache on a CPU whose memory others use too, unless a context is asked for
 # Left of a GPU's memory where more pages would serve the prefix cache alone: a step may take more work space than expected.
 _SPARE_BYTES = 3 * _GIB
 _MOST_CONTEXTS = 16  # for each sequence that runs: of a small model a card would hold millions of pages
 _SEQUENCES_OF_MODE = {"local": 4, "interactive": 1}
 _LOCAL_CONTEXT = 8192  # tokens
+_USUAL_PAGE = EngineConfig().page_size
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,7 @@ def plan_limits(
     Raises:
         OutOfMemoryError, ValueError: as `build_engine`.
     """
-    defaults = _CPU_DEFAULTS if mesh.local_devices[0].platform == "cpu" else _GPU_DEFAULTS
-    at_once = _SEQUENCES_OF_MODE.get(config.mode, defaults.max_num_seqs)
-    max_num_seqs = config.max_num_seqs or min(at_once, config.max_num_batched_tokens or at_once)
-    max_num_batched_tokens = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
+    max_num_seqs, max_num_batched_tokens = _step_sizes(config, mesh)
     wanted = _wanted_context(model_config, config)
     if wanted > model_config.max_position_embeddings:
         logger.warning(
@@ -68,38 +67,37 @@ def plan_limits(
             wanted,
             model_config.max_position_embeddings,
         )
-    num_longest = 1 if config.mode in _SEQUENCES_OF_MODE else max_num_seqs  # that the cache is to hold
-    pages_wanted = num_longest * -(-wanted // config.page_size)
+    pages_of_context = -(-wanted // config.page_size)
     token_bytes = kv_bytes_per_token(model_config, cache_dtype) + draft_bytes_per_token
     page_bytes = config.page_size * token_bytes // mesh.size
+    free = free_cache_bytes(model_config, config, mesh) - reserved
+    _check_room(model_config, config, mesh, free, page_bytes)
     if config.num_pages is not None:
         num_pages = config.num_pages
-        _check_pages(num_pages, page_bytes, mesh)
     else:
-        free = free_cache_bytes(model_config, config, mesh, max_num_batched_tokens, max_num_seqs) - reserved
-        if config.mode == "server" and config.enable_prefix_caching and mesh.local_devices[0].platform != "cpu":
+        num_longest = 1 if config.mode in _SEQUENCES_OF_MODE else max_num_seqs  # that the cache is to hold
+        pages_wanted = num_longest * pages_of_context
+        fitting = _rounded(_most_for_pages(free, mesh) // page_bytes)
+        if _is_cpu(mesh):
+            is_asked_for = config.mode == "interactive" or config.max_model_len is not None
+            shared = _rounded(min(_CPU_CACHE_BYTES, free // 4) // page_bytes)
+            fitting = max(shared, min(fitting, pages_of_context if is_asked_for else 1))
+        elif config.mode == "server" and config.enable_prefix_caching:
             spare = _rounded((free - _SPARE_BYTES) // page_bytes)
             pages_wanted = max(pages_wanted, min(_MOST_CONTEXTS * pages_wanted, spare))
-        num_pages = min(pages_wanted, _rounded(free // page_bytes))
-        if num_pages < 1:
-            per_token, per_sequence = _work_space_bytes(model_config)
-            left = free - page_bytes + per_token * max_num_batched_tokens + per_sequence * max_num_seqs
-            raise OutOfMemoryError(
-                f"no memory is left for the KV cache: {free / _GIB:.2f} GiB free, a page takes {page_bytes} bytes; "
-                + _remedy(left, per_token, per_sequence, max_num_seqs)
-            )
+        num_pages = min(pages_wanted, fitting)
     room = num_pages * config.page_size
     if config.max_model_len is not None and room < config.max_model_len and config.num_pages is None:
         raise OutOfMemoryError(
             f"the KV cache has room for {room} tokens, less than max_model_len={config.max_model_len}; use "
-            f"--max-model-len {room} or less, or raise --gpu-memory-utilization"
+            f"--max-model-len {room} or less, or {_more_memory(mesh)}"
         )
     if room < wanted:
         logger.warning("the context is cut from %d to the %d tokens that the KV cache holds", wanted, room)
     return SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_prefill_rows=min(defaults.max_prefill_rows, max_num_seqs),
+        max_prefill_rows=min(_defaults(mesh).max_prefill_rows, max_num_seqs),
         max_model_len=min(wanted, room),
         page_size=config.page_size,
         num_pages=num_pages,
@@ -107,10 +105,110 @@ def plan_limits(
     )
 
 
+def check_weights_fit(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, dtype: jnp.dtype) -> None:
+    """Before weights are loaded or made, which takes minutes and may take a machine's last memory.
+
+    Args:
+        model_config: as its weights come.
+        dtype: of weights that are not quantized.
+
+    Raises:
+        OutOfMemoryError: they are more than the devices have room for.
+    """
+    needed, there = ShardLayout(model_config, mesh.size).device_bytes(dtype), _free_bytes(config, mesh)
+    if needed <= there:
+        return
+    remedies = ["a smaller model"]
+    if model_config.quantization is None:
+        # A checkpoint that is quantized as it is loaded is there as it was, first.
+        remedies.append(
+            "--quantization" if config.load_format == "dummy" else "one of `jaxserve convert --quantization`"
+        )
+    if dtype.itemsize > 2:
+        remedies.append("--dtype bfloat16")
+    if not _is_cpu(mesh):
+        remedies.append("a larger --tensor-parallel-size")
+    raise OutOfMemoryError(
+        f"the weights take {needed / _GIB:.1f} GiB of each device, and {there / _GIB:.1f} GiB are there: use "
+        f"{', '.join(remedies)}, or {_more_memory(mesh)}"
+    )
+
+
+def check_steps_fit(
+    model_config: ModelConfig, config: EngineConfig, mesh: Mesh, dtype: jnp.dtype, cache_dtype: jnp.dtype
+) -> None:
+    """Before weights are loaded or made: what `plan_limits` would refuse once they are there.
+
+    Args:
+        model_config: as the model runs, perhaps quantized.
+
+    Raises:
+        OutOfMemoryError: beside the weights the devices have no room for the step or the pages that are asked for.
+    """
+    layout = ShardLayout(model_config, mesh.size)
+    free = free_cache_bytes(layout.device_config, config, mesh) - layout.device_bytes(dtype)
+    page_bytes = config.page_size * kv_bytes_per_token(layout.device_config, cache_dtype) // mesh.size
+    _check_room(layout.device_config, config, mesh, free, page_bytes)
+
+
 def longest_context(model_config: ModelConfig, config: EngineConfig) -> int:
     """Tokens that a sequence may have at most, whatever memory there is."""
     wanted = _wanted_context(model_config, config)
     return wanted if config.num_pages is None else min(wanted, config.num_pages * config.page_size)
+
+
+def usable_bytes(config: EngineConfig, mesh: Mesh, use: MemoryUse) -> tuple[int, str]:
+    """Bytes of one device that the engine may take in all, and what they are.
+
+    Args:
+        use: what it takes; all but what only steps need is taken already.
+    """
+    if _is_cpu(mesh):
+        taken = use.total - use.work_space - use.staging
+        return _free_bytes(config, mesh) + taken, "what other programs leave of the machine's memory"
+    share = config.gpu_memory_utilization
+    return usable_device_bytes(mesh.local_devices[0].memory_stats()["bytes_limit"], share), usable_in_words(share)
+
+
+def free_cache_bytes(model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> int:
+    """Bytes of one device that the KV cache may take, beside what is there and the largest step's work space."""
+    return _free_bytes(config, mesh) - _work_space_bytes(model_config, config, mesh)
+
+
+def _free_bytes(config: EngineConfig, mesh: Mesh) -> int:
+    """Bytes of one device that the engine may still take."""
+    if _is_cpu(mesh):
+        return available_host_bytes() // len(mesh.local_devices)
+    stats = mesh.local_devices[0].memory_stats()
+    return usable_device_bytes(stats["bytes_limit"], config.gpu_memory_utilization) - stats["bytes_in_use"]
+
+
+def _work_space_bytes(model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> int:
+    """What the largest step takes at most, as far as that is known before it is compiled."""
+    max_num_seqs, max_num_batched_tokens = _step_sizes(config, mesh)
+    per_token, per_sequence = _step_bytes(model_config, mesh)
+    fixed = 0 if _is_cpu(mesh) else _GIB
+    return per_token * max_num_batched_tokens + per_sequence * max_num_seqs + fixed
+
+
+def _step_bytes(model_config: ModelConfig, mesh: Mesh) -> tuple[int, int]:
+    """What a step takes at most of one device for each of its tokens, and for each sequence with what is kept of it."""
+    per_token = 4 * (4 * model_config.intermediate_size + 8 * model_config.hidden_size)
+    # Two layers of Llama-3.2-1B's shapes took 24 bytes a word of the vocabulary for each of 8 sequences on a CPU, and 32 for
+    # each of 32. On a GPU a GiB is left besides.
+    return per_token, (40 if _is_cpu(mesh) else 16) * model_config.vocab_size
+
+
+def _step_sizes(config: EngineConfig, mesh: Mesh) -> tuple[int, int]:
+    """Sequences at once, and tokens of a step."""
+    defaults = _defaults(mesh)
+    at_once = _SEQUENCES_OF_MODE.get(config.mode, defaults.max_num_seqs)
+    max_num_seqs = config.max_num_seqs or min(at_once, config.max_num_batched_tokens or at_once)
+    return max_num_seqs, config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
+
+
+def _defaults(mesh: Mesh) -> DeviceDefaults:
+    return _CPU_DEFAULTS if _is_cpu(mesh) else _GPU_DEFAULTS
 
 
 def _wanted_context(model_config: ModelConfig, config: EngineConfig) -> int:
@@ -120,87 +218,72 @@ def _wanted_context(model_config: ModelConfig, config: EngineConfig) -> int:
     return min(longest, _LOCAL_CONTEXT) if config.mode == "local" else longest
 
 
+def _most_for_pages(free: int, mesh: Mesh) -> int:
+    """Of free bytes; other programs on a CPU's machine want more of its memory in time, and get none that is taken."""
+    return 3 * free // 4 if _is_cpu(mesh) else free
+
+
 def _rounded(num_pages: int) -> int:
     """Down to seven binary digits: programs are compiled for a number of pages, and what is free varies between starts."""
     step = 1 << max(0, num_pages.bit_length() - 7)
     return num_pages // step * step
 
 
-def _check_pages(num_pages: int, page_bytes: int, mesh: Mesh) -> None:
+def _check_room(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, free: int, page_bytes: int) -> None:
     """Raises:
-    OutOfMemoryError: so many pages do not fit, even without work space.
+    OutOfMemoryError: a page, or as many as are asked for, do not fit what is free beside the largest step's work space.
     """
-    device = mesh.local_devices[0]
-    if device.platform == "cpu":
-        free = total_host_bytes()
+    if config.num_pages is None:
+        if _most_for_pages(free, mesh) < page_bytes:
+            raise _no_room(model_config, config, mesh, free, page_bytes)
+        return
+    # What a GPU's steps need is an estimate on the safe side, and checked when it is measured; a CPU's machine has no
+    # bound but that it ends programs.
+    most = free if _is_cpu(mesh) else free + _work_space_bytes(model_config, config, mesh)
+    needed = config.num_pages * page_bytes
+    if needed <= most:
+        return
+    if free < page_bytes:
+        raise _no_room(model_config, config, mesh, free, page_bytes)
+    raise OutOfMemoryError(
+        f"{config.num_pages} KV pages need {needed / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are there beside what steps "
+        f"need: use --num-pages {free // page_bytes} at most, or {_more_memory(mesh)}"
+    )
+
+
+def _no_room(
+    model_config: ModelConfig, config: EngineConfig, mesh: Mesh, free: int, page_bytes: int
+) -> OutOfMemoryError:
+    """Of a device that has no room for a page beside a step's work space: what to do about it."""
+    most = _most_for_pages(free, mesh)
+    problem = f"no memory is left for the KV cache: {most / _GIB:.2f} GiB free, a page takes {page_bytes} bytes; "
+    page_size = most * config.page_size // page_bytes
+    if config.page_size > _USUAL_PAGE and page_size >= _USUAL_PAGE:
+        return OutOfMemoryError(f"{problem}use --page-size {page_size} or less")
+    max_num_seqs, max_num_batched_tokens = _step_sizes(config, mesh)
+    per_token, per_sequence = _step_bytes(model_config, mesh)
+    if config.num_pages is not None:
+        for_pages = config.num_pages * page_bytes
     else:
-        stats = device.memory_stats()
-        free = stats["bytes_limit"] - stats["bytes_in_use"]
-    if num_pages * page_bytes > free:
-        raise OutOfMemoryError(
-            f"{num_pages} KV pages need {num_pages * page_bytes / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are there: "
-            f"use --num-pages {free // page_bytes} at most, less what steps need to work"
-        )
-
-
-def usable_bytes(config: EngineConfig, mesh: Mesh) -> tuple[int, str]:
-    """Bytes of one device that the engine may take in all, and what they are."""
-    device = mesh.local_devices[0]
-    if device.platform == "cpu":
-        return total_host_bytes(), "the machine's memory"
-    share = config.gpu_memory_utilization
-    return usable_device_bytes(device.memory_stats()["bytes_limit"], share), usable_in_words(share)
-
-
-def check_weights_fit(num_bytes: int, config: EngineConfig, mesh: Mesh) -> None:
-    """Before weights are made, which takes minutes and may take a machine's last memory.
-
-    Args:
-        num_bytes: of the whole model.
-
-    Raises:
-        OutOfMemoryError: they are more than the devices have room for.
-    """
-    if mesh.local_devices[0].platform == "cpu":
-        needed, there = num_bytes, available_host_bytes()
-    else:
-        needed, there = num_bytes // mesh.size, usable_bytes(config, mesh)[0]
-    if needed > there:
-        raise OutOfMemoryError(
-            f"the weights take {needed / _GIB:.1f} GiB of each device, and {there / _GIB:.1f} GiB are there: use a smaller "
-            "model, --quantization, or a larger --tensor-parallel-size"
-        )
-
-
-def free_cache_bytes(
-    model_config: ModelConfig, config: EngineConfig, mesh: Mesh, max_num_batched_tokens: int, max_num_seqs: int
-) -> int:
-    """Bytes of one device that the KV cache may take, after weights and the largest step's work space."""
-    device = mesh.local_devices[0]
-    if device.platform == "cpu":
-        return min(_CPU_CACHE_BYTES, available_host_bytes() // 4)
-    stats = device.memory_stats()
-    per_token, per_sequence = _work_space_bytes(model_config)
-    work_space = per_token * max_num_batched_tokens + per_sequence * max_num_seqs + _GIB
-    usable = usable_device_bytes(stats["bytes_limit"], config.gpu_memory_utilization)
-    return usable - stats["bytes_in_use"] - work_space
-
-
-def _work_space_bytes(model_config: ModelConfig) -> tuple[int, int]:
-    """What a step takes at most of one GPU for each of its tokens, and for each sequence."""
-    return 4 * (4 * model_config.intermediate_size + 8 * model_config.hidden_size), 16 * model_config.vocab_size
-
-
-def _remedy(left: int, per_token: int, per_sequence: int, max_num_seqs: int) -> str:
-    """What to do where a step's work space leaves no page.
-
-    Args:
-        left: bytes for that work space, if there is to be one page.
-    """
+        for_pages = -(-4 * page_bytes // 3) if _is_cpu(mesh) else page_bytes
+    left = free - for_pages + per_token * max_num_batched_tokens + per_sequence * max_num_seqs
     tokens = (left - per_sequence * max_num_seqs) // per_token
-    if tokens >= max_num_seqs:
-        return f"use --max-num-batched-tokens {tokens} or less, or raise --gpu-memory-utilization"
     sequences = left // (per_token + per_sequence)
+    more = _more_memory(mesh)
+    if tokens >= max_num_seqs:
+        return OutOfMemoryError(f"{problem}use --max-num-batched-tokens {tokens} or less, or {more}")
     if sequences >= 1:
-        return f"use --max-num-seqs and --max-num-batched-tokens {sequences} or less, or raise --gpu-memory-utilization"
-    return "raise --gpu-memory-utilization, or use --quantization, a smaller model or more devices"
+        return OutOfMemoryError(
+            f"{problem}use --max-num-seqs and --max-num-batched-tokens {sequences} or less, or {more}"
+        )
+    devices = "" if _is_cpu(mesh) else " or more devices"
+    return OutOfMemoryError(f"{problem}{more}, or use --quantization, a smaller model{devices}")
+
+
+def _more_memory(mesh: Mesh) -> str:
+    """What a user can do to have more of it."""
+    return "free memory of this machine" if _is_cpu(mesh) else "raise --gpu-memory-utilization"
+
+
+def _is_cpu(mesh: Mesh) -> bool:
+    return mesh.local_devices[0].platform == "cpu"

@@ -10,20 +10,13 @@ _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def total_host_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """Bytes of memory of the machine, or of the container where that has less."""
-    limits = [limit for limit, _ in _container_limits(proc, cgroup)]
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits])
-
-
 def available_host_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
     """Bytes that programs can still have without anything being swapped.
 
     What the system keeps of files that were read counts as available: it is given up as soon as a program wants memory, and
     after a checkpoint was read it may be most of the machine's.
     """
-    left = [limit - used for limit, used in _container_limits(proc, cgroup)]
-    return max(0, min([_available_on_machine(proc), *left]))
+    return max(0, min([_available_on_machine(proc), *_left_in_container(proc, cgroup)]))
 
 
 def _available_on_machine(proc: Path) -> int:
@@ -34,8 +27,8 @@ def _available_on_machine(proc: Path) -> int:
         return os.sysconf("SC_AVPHYS_PAGES" if unused else "SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _container_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
-    """What this process's control group (version 2), and each one around it, may use, and does."""
+def _left_in_container(proc: Path, cgroup: Path) -> Iterator[int]:
+    """What this process's control group (version 2), and each one around it, may still use."""
     for folder in _control_groups(proc, cgroup):
         try:
             limit = (folder / "memory.max").read_text().strip()
@@ -44,7 +37,7 @@ def _container_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
         except OSError:  # none that limits memory
             continue
         if limit != "max":
-            yield int(limit), max(0, used - files)
+            yield int(limit) - max(0, used - files)
 
 
 def _control_groups(proc: Path, cgroup: Path) -> list[Path]:

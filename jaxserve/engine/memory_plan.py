@@ -67,13 +67,20 @@ class MemoryPlan:
 
     def check(self) -> None:
         """Raises:
-        OutOfMemoryError: more is taken than may be; it tells how many pages fit, if any do.
+        OutOfMemoryError: more is taken than may be; it tells how many pages fit, or what else to make smaller.
         """
         if self.left >= 0:
             return
         page_bytes = self.use.kv_cache // self.limits.num_pages
         fitting = (self.usable - self.use.total + self.use.kv_cache) // page_bytes
-        remedy = f"use --num-pages {fitting} or less" if fitting > 0 else "use a smaller model, or more devices"
+        remedy = "use a smaller model, or more devices"
+        if fitting > 0:
+            remedy = f"use --num-pages {fitting} or less"
+        elif self.use.weights < self.usable:
+            remedy = (
+                f"use less than --max-num-batched-tokens {self.limits.max_num_batched_tokens} or --max-num-seqs "
+                f"{self.limits.max_num_seqs}, or a smaller model"
+            )
         raise OutOfMemoryError(
             f"the engine needs {_gib(self.use.total)} GiB of {_gib(self.usable)} GiB ({self.usable_as}): weights "
             f"{_gib(self.use.weights)}, KV pages {_gib(self.use.kv_cache)}, slots {_gib(self.use.slots)}, work space "

@@ -130,11 +130,14 @@ class ModelRunner:
         shows_prompts = drafting is not None and drafting.drafter.reads_prompts
         self.showing_seconds: dict[Bucket, float] | None = {} if shows_prompts else None
 
-    def warm_up(self, progress: Progress, *, compares: bool = True) -> None:
+    def warm_up(
+        self, progress: Progress, *, compares: bool = True, check: Callable[[MemoryUse], None] = lambda use: None
+    ) -> None:
         """Compiles every program, in parallel; nothing is compiled after it.
 
         Args:
             compares: measure what programs take here, to choose by it; False where other hosts must choose the same.
+            check: told what everything takes before a program is run, which may take a device's last memory; may raise.
         """
         speculating: list[Callable[[], None]] = []
         if self._speculator is not None:
@@ -148,6 +151,7 @@ class ModelRunner:
         if self.page_copier is not None:
             self.page_copier.compile(self._programs, self._cache)
         self._programs.remove_unused()
+        check(self.memory_use())
         if not self._layerwise:
             with progress.task("trying out", len(self._forward), "programs") as advance:
                 self._rehearse(advance)

@@ -63,6 +63,17 @@ class ShardLayout:
         """Declarations of the arrays as the devices share them."""
         return jax.tree.map(self._laid_out, param_specs(self.config))
 
+    def device_bytes(self, dtype: jnp.dtype) -> int:
+        """Bytes of each device's part of the arrays.
+
+        Args:
+            dtype: of weights that are not quantized.
+        """
+        return sum(
+            spec.num_bytes(dtype) // (self.size if any(partition_spec(spec.logical_axes)) else 1)
+            for spec in jax.tree.leaves(self.specs())
+        )
+
     def shardings(self, mesh: Mesh) -> LlamaParams:
         """Of the arrays as the devices share them."""
         return jax.tree.map(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -10,8 +11,9 @@ from jaxserve.checkpoint.draft_heads import load_draft_head
 from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.engine.build import build_engine, make_engine_mesh
+from jaxserve.engine.build import build_engine, check_model_fits, make_engine_mesh, resolve_dtype
 from jaxserve.engine.build_drafting import Model
+from jaxserve.engine.capacity import check_weights_fit
 from jaxserve.engine.client import EngineClient, Replica
 from jaxserve.engine.cluster import Follower, join_cluster
 from jaxserve.engine.process_messages import HostedEngine
@@ -41,7 +43,8 @@ def start_checkpoint_engine(
 
     def build(config: EngineConfig, replica: Replica) -> EngineClient:
         mesh = make_engine_mesh(config, replica.index)
-        checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
+        check = partial(check_model_fits, config=config, mesh=mesh)
+        checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check)
         draft = (
             None if draft_folder is None else load_draft(draft_folder, config, checkpoint.model_config, progress, mesh)
         )
@@ -58,9 +61,11 @@ def load_draft(
 
     Raises:
         CheckpointError: a head that is damaged, or of another model.
+        OutOfMemoryError: a model that the devices have no room for beside the one that is served.
     """
     method = None if config.speculative_config is None else config.speculative_config.method
     if method == "eagle" or method == "eagle3" or method == "medusa":
         return load_draft_head(folder, method, target)
-    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh)
+    check = partial(check_weights_fit, config=config, mesh=mesh, dtype=resolve_dtype(config, mesh))
+    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check)
     return Model(checkpoint.model_config, checkpoint.params)

@@ -11,7 +11,7 @@ from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, check_files, is_conve
 from jaxserve.checkpoint.source import draft_head_folder, resolve_model
 from jaxserve.checkpoint.store import converted_folder, load_checkpoint
 from jaxserve.config import EngineConfig, ToolCallFormat
-from jaxserve.engine.build import build_runner, make_engine_mesh
+from jaxserve.engine.build import build_runner, check_model_fits, make_engine_mesh
 from jaxserve.engine.capacity import longest_context
 from jaxserve.engine.cluster import Follower, join_cluster
 from jaxserve.engine.cluster_runner import follow
@@ -175,6 +175,7 @@ def launch_follower(model: str, config: EngineConfig, progress: Progress) -> Non
 
     Raises:
         CheckpointError: as `launch`.
+        OutOfMemoryError: this host's devices have no room for their part.
         ClusterError: the first host is gone.
     """
     _check_shared(model, config)
@@ -183,7 +184,9 @@ def launch_follower(model: str, config: EngineConfig, progress: Progress) -> Non
         raise ValueError(f"node_rank={config.node_rank} of nnodes={config.nnodes} follows nobody")
     folder = Path(model)
     check_files(folder, read_manifest(folder))
-    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=make_engine_mesh(config))
+    mesh = make_engine_mesh(config)
+    check = partial(check_model_fits, config=config, mesh=mesh)
+    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check)
     built = build_runner(checkpoint.model_config, checkpoint.params, config, progress, cluster=link)
     logger.info("ready: follows host 0")
     follow(built.runner, link)

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.bench import engine_run
+from jaxserve.checkpoint import store
+from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.inspection import device_memory
+from jaxserve.checkpoint.manifest import read_manifest
 from jaxserve.config import EngineConfig, QuantizationConfig
-from jaxserve.engine import build
-from jaxserve.engine.build import build_dummy_engine, make_engine_mesh
+from jaxserve.engine import build, capacity
+from jaxserve.engine.build import build_dummy_engine, build_engine, make_engine_mesh
 from jaxserve.engine.capacity import plan_limits
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import MemoryPlan, MemoryUse, OutOfMemoryError
+from jaxserve.engine.runner import ModelRunner
 from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.presets import preset_config
 from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import NoProgress
+from jaxserve.protocol.checkpoint_engine import load_draft, start_checkpoint_engine
 from tests.engine.scheduler_harness import make_limits
-from tests.tiny_engine import MODEL_CONFIG, tiny_engine
+from tests.tiny_engine import MODEL_CONFIG, tiny_engine, tiny_params
 
-GIB = 1024**3
+MIB, GIB = 1024**2, 1024**3
 PLAN = MemoryPlan(
     device="some card",
     use=MemoryUse(weights=15 * GIB, kv_cache=50 * GIB, slots=GIB // 10, work_space=2 * GIB),
@@ -52,8 +61,12 @@ def test_what_fits_is_told_when_it_does_not() -> None:
     tight = dataclasses.replace(PLAN, usable=60 * GIB)
     with pytest.raises(OutOfMemoryError, match=r"67\.10 GiB of 60\.00 GiB.*use --num-pages 21964 or less"):
         tight.check()
-    with pytest.raises(OutOfMemoryError, match="smaller model"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"use less than --max-num-batched-tokens \d+ or --max-num-seqs 64, or a small"
+    ):
         dataclasses.replace(PLAN, usable=16 * GIB).check()
+    with pytest.raises(OutOfMemoryError, match="use a smaller model, or more devices"):
+        dataclasses.replace(PLAN, usable=14 * GIB).check()
 
 
 def limits_of(**options: Any) -> SchedulerLimits:
@@ -221,6 +234,141 @@ def test_a_device_that_is_not_there() -> None:
 def test_more_pages_than_there_is_memory() -> None:
     with pytest.raises(OutOfMemoryError, match=r"use --num-pages \d+ at most"):
         limits_of(num_pages=10**12)
+    fitting = pages_that_fit_a_card(num_pages=10**9)
+    assert limits_on_a_card(0.5, num_pages=fitting).num_pages == fitting
+
+
+def pages_that_fit_a_card(**options: Any) -> int:
+    """What the refusal says of a card that is half full."""
+    with pytest.raises(OutOfMemoryError, match=r"use --num-pages \d+ at most, or raise --gpu-mem") as refusal:
+        limits_on_a_card(0.5, **options)
+    return int(str(refusal.value).split("--num-pages ")[1].split()[0])
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Says how many bytes of the machine's memory are free."""
+
+    def have(free: int) -> None:
+        monkeypatch.setattr(capacity, "available_host_bytes", lambda: free)
+
+    have(64 * MIB)
+    return have
+
+
+LONG = dataclasses.replace(MODEL_CONFIG, max_position_embeddings=131_072)  # of 512 bytes a token: 64 MiB
+STEP_BYTES = 256 * 2048 + 8 * 2560  # of the 256 tokens and 8 sequences that a CPU's steps have at most, by hand
+
+
+def limits_on_a_cpu(**options: Any) -> SchedulerLimits:
+    config = EngineConfig(device="cpu", **options)
+    return plan_limits(LONG, config, make_engine_mesh(config), jnp.dtype(jnp.float32))
+
+
+def test_pages_on_a_cpu_leave_most_of_the_memory_to_others(machine: Callable[[int], None]) -> None:
+    """A quarter of what is free beside a step, and a GiB at most."""
+    assert limits_on_a_cpu().num_pages * 16 * 512 == pytest.approx((64 * MIB - STEP_BYTES) / 4, rel=0.02)
+    machine(1000 * GIB)
+    assert limits_on_a_cpu(max_num_seqs=100).num_pages * 16 * 512 == GIB
+
+
+def test_a_context_that_is_asked_for_is_held_by_a_cpu_that_has_the_memory(machine: Callable[[int], None]) -> None:
+    model = dataclasses.replace(LONG, max_position_embeddings=4 * 2**20)  # 2 GiB
+
+    def context(**options: Any) -> int:
+        config = EngineConfig(device="cpu", **options)
+        return plan_limits(model, config, make_engine_mesh(config), jnp.dtype(jnp.float32)).max_model_len
+
+    machine(8 * GIB)
+    assert context(mode="interactive") == context(max_model_len=4 * 2**20) == 4 * 2**20
+    assert context() == 2**21  # a GiB: nobody asked
+    machine(GIB)
+    fitting = context(mode="interactive")
+    assert fitting * 512 == pytest.approx(0.75 * GIB, rel=0.02)
+    with pytest.raises(
+        OutOfMemoryError, match=rf"use --max-model-len {fitting} or less, or free memory of this machine"
+    ):
+        context(mode="interactive", max_model_len=4 * 2**20)
+    assert context(mode="interactive", max_model_len=fitting) == fitting
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        ({"num_pages": 10**6}, "--num-pages"),
+        ({"page_size": 10**8, "max_model_len": 10**6}, "--page-size"),
+        ({"max_num_batched_tokens": 10**8}, "--max-num-batched-tokens"),
+        ({"max_num_batched_tokens": 10**8, "num_pages": 8}, "--max-num-batched-tokens"),
+        ({"max_num_seqs": 10**6, "max_num_batched_tokens": 10**6}, "--max-num-seqs and --max-num-batched-tokens"),
+    ],
+)
+@pytest.mark.usefixtures("machine")
+def test_what_a_cpu_has_no_memory_for_is_told_with_the_largest_that_fits(options: dict[str, Any], option: str) -> None:
+    with pytest.raises(OutOfMemoryError, match=rf"use {option} \d+ (or less|at most)") as refusal:
+        limits_on_a_cpu(**options)
+    assert "gpu" not in str(refusal.value)
+    fitting = int(str(refusal.value).split(f"{option} ")[1].split()[0])
+    changed = {name: fitting for name in options if f"--{name.replace('_', '-')}" in option}
+    options = {**options, **changed}
+    options.pop("max_model_len", None)
+    assert limits_on_a_cpu(**options).num_pages >= 1
+    with pytest.raises(OutOfMemoryError):
+        limits_on_a_cpu(**{**options, **dict.fromkeys(changed, fitting + fitting // 50 + 1)})
+
+
+def test_what_is_left_on_a_cpu_is_left_by_others_too(
+    machine: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, build.__name__)
+    machine(2 * GIB)
+    with tiny_engine(EngineConfig(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=4), mode="greedy"):
+        assert "left             2.00  of 2.00 GiB: what other programs leave of the machine's memory" in caplog.text
+
+
+def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_loaded(
+    machine: Callable[[int], None], tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    convert(tiny_model_dir, folder, progress=NoProgress())
+    size = device_memory(read_manifest(folder).model_config, 1, "float32").weights
+    machine(size - 1)
+    monkeypatch.setattr(store, "restore_weights", lambda *arguments: pytest.fail("weights are loaded"))
+    refused = r"the weights take 0\.0 GiB .*--dtype bfloat16.*or free memory of this machine"
+    config = EngineConfig(device="cpu", dtype="float32")
+    with pytest.raises(OutOfMemoryError, match=refused):
+        start_checkpoint_engine(folder, None, config, NoProgress())
+    with pytest.raises(OutOfMemoryError, match=refused):
+        load_draft(folder, config, MODEL_CONFIG, NoProgress(), make_engine_mesh(config))
+    with pytest.raises(OutOfMemoryError, match=refused):
+        engine_run.start_engine(str(folder), config, NoProgress())
+    machine(size + 100 * MIB)
+    with pytest.raises(OutOfMemoryError, match=r"use --max-num-batched-tokens \d+ or less"):
+        start_checkpoint_engine(
+            folder, None, dataclasses.replace(config, max_num_batched_tokens=100_000_000), NoProgress()
+        )
+
+
+def test_a_device_that_runs_full_while_programs_are_made_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole cache takes 2 pages of 8192 bytes and the device was asked for one of them more."""
+
+    def warm_up(*arguments: object, **options: object) -> None:
+        raise jax.errors.JaxRuntimeError(said)
+
+    monkeypatch.setattr(ModelRunner, "warm_up", warm_up)
+    config = EngineConfig(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=4)
+    said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8192 bytes."
+    with pytest.raises(
+        OutOfMemoryError, match=r"beside the weights and 2 KV pages of 8192 bytes; use --num-pages 1 or"
+    ):
+        build_engine(MODEL_CONFIG, tiny_params(), config, NoProgress())
+    said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.50GiB. [tf-allocator-allocation-error='']"
+    with pytest.raises(
+        OutOfMemoryError, match=r"3\.50 GiB more was asked .*fewer --num-pages than 2, .*batched-tokens 4"
+    ):
+        build_engine(MODEL_CONFIG, tiny_params(), config, NoProgress())
+    said = "INTERNAL: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        build_engine(MODEL_CONFIG, tiny_params(), config, NoProgress())
 
 
 def test_what_is_told_at_start_was_measured(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +382,7 @@ def test_what_is_told_at_start_was_measured(caplog: pytest.LogCaptureFixture, mo
 
     monkeypatch.setattr(MemoryPlan, "check", keep)
     with tiny_engine(EngineConfig(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=4), mode="greedy"):
-        (plan,) = plans
+        *_, plan = plans
     assert plan.table() in [record.getMessage() for record in caplog.records]
     assert "the KV cache holds 32 tokens: 1 x 32" in plan.table()
     head_bytes = 2 * MODEL_CONFIG.num_layers * MODEL_CONFIG.num_kv_heads * MODEL_CONFIG.head_dim * 4
@@ -244,6 +392,6 @@ def test_what_is_told_at_start_was_measured(caplog: pytest.LogCaptureFixture, mo
 
 
 def test_random_weights_that_no_memory_holds_are_refused_before_they_are_made() -> None:
-    config = EngineConfig(dtype="float32")
+    config = EngineConfig(dtype="float32", load_format="dummy")
     with pytest.raises(OutOfMemoryError, match=r"the weights take 26\d\.\d GiB of each device, .*--quantization"):
         build_dummy_engine(preset_config("llama-3-70b"), config, NoProgress())

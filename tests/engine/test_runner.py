@@ -13,6 +13,7 @@ from jaxserve.engine import runner as runner_module
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.device_batch import Bucket, Sizes
 from jaxserve.engine.executable_cache import ExecutableCache
+from jaxserve.engine.memory_plan import MemoryUse, OutOfMemoryError
 from jaxserve.engine.request import Request
 from jaxserve.engine.runner import ModelRunner
 from jaxserve.engine.schedule import DecodeRow, PrefillChunk, ScheduledBatch
@@ -52,7 +53,9 @@ def compiled_once() -> Iterator[None]:
         yield
 
 
-def whole_program_runner(num_devices: int = 1, *, has_peers: bool = False) -> ModelRunner:
+def whole_program_runner(
+    num_devices: int = 1, *, has_peers: bool = False, check: Callable[[MemoryUse], None] = lambda use: None
+) -> ModelRunner:
     """One device: for all of `LIMITS`; several: for steps without pieces of prompts beside others, and without masks."""
     mesh = make_mesh(jax.devices(), num_devices)
     layout = PeerLayout(2, LIMITS.max_num_seqs, 4 * MODEL_CONFIG.hidden_size)
@@ -80,7 +83,7 @@ def whole_program_runner(num_devices: int = 1, *, has_peers: bool = False) -> Mo
         layerwise=False,
         peers=make_peer_memory(mesh, TENSOR_AXIS, layout) if has_peers else None,
     )
-    runner.warm_up(NoProgress())
+    runner.warm_up(NoProgress(), check=check)
     return runner
 
 
@@ -139,6 +142,18 @@ def test_a_step_writes_its_logits_and_hidden_states_over_those_of_the_step_befor
         [program] = executor.programs
         memory = program.memory_analysis()
         assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= 16 * program.out_tree.num_leaves  # pointers
+
+
+def test_what_everything_takes_is_told_before_a_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running one where memory is short would fail with the device's own error, or end the process."""
+
+    def refuse(use: MemoryUse) -> None:
+        assert use.work_space > 0 and use.kv_cache > 0
+        raise OutOfMemoryError("too much")
+
+    monkeypatch.setattr(ModelRunner, "_rehearse", lambda *arguments: pytest.fail("a program runs"))
+    with pytest.raises(OutOfMemoryError):
+        whole_program_runner(check=refuse)
 
 
 def test_a_larger_program_that_is_faster_serves_the_steps_of_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
