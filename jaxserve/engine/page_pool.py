@@ -164,21 +164,25 @@ class PagePool:
         if not self._caching:
             return
         domain, nodes = sequence.request.cache_domain, sequence.nodes
-        full = min(sequence.num_computed, len(sequence.token_ids)) // self._page_size
-        for index in range(len(nodes), full):
-            parent = nodes[-1] if nodes else None
-            key = self._key(sequence, index)
+        for index in range(len(nodes), self._num_full_pages(sequence)):
             # If the tokens are in the tree already, the sequence goes on with its own page, and holds that one beside it.
-            # Not so where it computes on purpose what is there: it would hold all of its prompt twice.
-            if sequence.wants_prompt_logprobs and self._is_on_device(self._tree.find(domain, parent, key)):
+            # Not so where it computes on purpose what is there: it would hold all of its prompt twice, for which there may
+            # be no room. What it adds to the tree waits for its end then.
+            parent = nodes[-1] if nodes else None
+            if sequence.wants_prompt_logprobs and self._is_on_device(
+                self._tree.find(domain, parent, self._key(sequence, index))
+            ):
                 sequence.next_full_page = _NEVER
                 return
-            nodes.append(self._tree.insert(domain, parent, key, sequence.pages[index], depth=index))
+            self._keep_page(sequence, index)
         self._expect_full_page(sequence)
 
     def give_back(self, sequence: Sequence) -> None:
-        """Takes all pages of a sequence; those in the tree stay there until they are needed."""
+        """Takes all pages of a sequence; full ones stay in the tree until they are needed."""
         nodes, pages = sequence.nodes, sequence.pages
+        if self._caching:
+            for index in range(len(nodes), self._num_full_pages(sequence)):
+                self._keep_page(sequence, index)
         for node in reversed(nodes):
             self._tree.release(node)
         self._allocator.free(pages[len(nodes) :])
@@ -201,6 +205,16 @@ class PagePool:
                 for start in range(0, len(prompt_token_ids) - size + 1, size)
             )
         )
+
+    def _num_full_pages(self, sequence: Sequence) -> int:
+        """Pages that are full once every launched step has run, with tokens that the host knows."""
+        return min(sequence.num_computed, len(sequence.token_ids)) // self._page_size
+
+    def _keep_page(self, sequence: Sequence, index: int) -> None:
+        """Puts a full page into the tree, all before which are there."""
+        nodes = sequence.nodes
+        parent, key = nodes[-1] if nodes else None, self._key(sequence, index)
+        nodes.append(self._tree.insert(sequence.request.cache_domain, parent, key, sequence.pages[index], depth=index))
 
     @staticmethod
     def _is_on_device(node: PageNode | None) -> bool:

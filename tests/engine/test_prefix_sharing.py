@@ -56,6 +56,25 @@ def test_outputs_tell_how_much_was_there() -> None:
     assert told == [8, 8, 8]
 
 
+@pytest.mark.parametrize("aborts", [False, True])
+def test_what_comes_after_a_prompt_that_was_computed_again_for_its_log_probabilities_is_there(aborts: bool) -> None:
+    """The tree has the beginning from another request; the rest of the prompt, and the answer, only this one computed."""
+    harness = Harness(make_limits(page_size=4, tokens=64))
+    harness.add(prompt((1, 9)), max_tokens=1)
+    harness.run()
+    scored = harness.add(prompt((1, 9), (2, 8)), max_tokens=100 if aborts else 9, prompt_logprobs=1)
+    harness.step_until(lambda: len(harness.outputs[scored]) >= 9)
+    harness.abort(scored[0])
+    harness.run()
+    assert (computed(harness, scored), cached(harness, scored)) == (17, 0)
+    conversation = [*prompt((1, 9), (2, 8)), *harness.outputs[scored][:9]]
+    following = harness.add([*conversation, 5], max_tokens=2)
+    harness.run()
+    assert cached(harness, following) == 24  # of 26: all full pages whose last token was computed
+    assert harness.outputs[following] == harness.solo(following)
+    harness.check_done()
+
+
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 12])
 def test_a_prompt_that_is_all_there_still_computes_its_last_token(length: int) -> None:
     harness = Harness(make_limits(page_size=4, tokens=64))
