@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -38,6 +39,10 @@ def random_prompt(rng: np.random.Generator, length: int) -> tuple[int, ...]:
     return tuple(rng.integers(0, 32_000, length).tolist())
 
 
+# Steps that only decode, by which a pace knows what those take, and one that is launched before the last is fetched.
+STEPS_TO_LEARN = 3 + 1
+
+
 class Watch:
     """Checks each step of a simulation."""
 
@@ -46,6 +51,9 @@ class Watch:
         self.has_pace = has_pace
         self.simulator: Simulator | None = None
         self.seen: dict[tuple[str, int], Sequence] = {}
+        self.learning: Counter[int] = (
+            Counter()
+        )  # steps without a prompt though one waited, by the pace's number of rows
 
     def __call__(self, batch: ScheduledBatch) -> None:
         limits, scheduler = self.limits, self.simulator.scheduler  # type: ignore[union-attr]
@@ -55,15 +63,32 @@ class Watch:
         assert len(batch.prefill) <= limits.max_prefill_rows
         held = {page for sequence in scheduler.running for page in sequence.pages}
         assert len(held) + scheduler.pages.num_free <= limits.num_pages
-        if self.has_pace or not scheduler.waiting or not scheduler._free_slots:
+        if not self.leaves_work(batch):
             return
-        # Whoever could run does: the first in line lacks pages, its last token, or a place in the step.
-        first = scheduler.waiting.first
-        needed = limits.pages_for(len(first.token_ids) + 1) + limits.pages_for(
+        if not self.has_pace or not batch.decode:
+            assert batch.num_tokens == limits.max_num_batched_tokens or len(batch.prefill) == limits.max_prefill_rows
+        elif not batch.prefill:
+            # Beside those who decode a prompt gets no more than keeps to the goal, but it goes on in every step, once it is
+            # known what a step takes that only decodes.
+            rows = len(batch.decode).bit_length()
+            self.learning[rows] += 1
+            assert self.learning[rows] <= STEPS_TO_LEARN, "a prompt stands still"
+
+    def leaves_work(self, batch: ScheduledBatch) -> bool:
+        """Whether somebody has no part in a step who could compute something: who has a slot, or may have one, and pages."""
+        limits, scheduler = self.limits, self.simulator.scheduler  # type: ignore[union-attr]
+        chosen = {chunk.sequence for chunk in batch.prefill}
+        for sequence in scheduler.running:
+            if not sequence.is_decoding and sequence not in chosen:
+                missing = limits.pages_for(len(sequence.token_ids)) - len(sequence.pages)
+                if missing <= scheduler.pages.num_free:
+                    return True
+        if not scheduler.waiting or not scheduler._free_slots or scheduler.waiting.first.num_in_flight:
+            return False
+        needed = limits.pages_for(len(scheduler.waiting.first.token_ids) + 1) + limits.pages_for(
             sum(len(sequence.token_ids) + 2 * limits.page_size for sequence in scheduler.running)
         )
-        is_full = batch.num_tokens == limits.max_num_batched_tokens or len(batch.prefill) == limits.max_prefill_rows
-        assert is_full or first.num_in_flight or needed > scheduler.pages.num_free
+        return needed <= scheduler.pages.num_free
 
 
 def simulate(
