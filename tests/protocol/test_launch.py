@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -13,6 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.progress import NoProgress
 from jaxserve.protocol.launch import launch, load_chat_template
 from jaxserve.text.tokenizer import Tokenizer
+from tests.fakes import FakeEngine, say
 from tests.tiny_model import CHAT_TEMPLATE, byte_level_tokenizer
 
 
@@ -76,6 +78,19 @@ def test_a_pinned_prompt_of_which_nothing_is_kept_is_told(
         with pytest.raises(RuntimeError, match="weights are loaded"):
             launch_pinned(tiny_model_dir, text, page_size=32)
         assert ("prompt.txt: the pinned prompt has 31 tokens, less than a KV page" in caplog.text) == told
+
+
+def test_a_pinned_prompt_that_the_engines_memory_cannot_hold_is_named(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many pages there are may only be known when the model is loaded: here they are for 256 tokens of 512."""
+    engine = FakeEngine(say("x"))
+    monkeypatch.setattr(
+        "jaxserve.protocol.launch.start_checkpoint_engine", lambda *arguments: SimpleNamespace(engine=engine)
+    )
+    with pytest.raises(ValueError, match=r"^prompt\.txt: .*cannot be served: the prompt is too long"):
+        launch_pinned(tiny_model_dir, "x" * 300)
+    assert not engine.is_ready  # it was shut down
 
 
 def test_a_pinned_prompt_needs_the_prefix_cache() -> None:
