@@ -262,11 +262,11 @@ def _no_room(
         return OutOfMemoryError(f"{problem}use --page-size {page_size} or less")
     max_num_seqs, max_num_batched_tokens = _step_sizes(config, mesh)
     per_token, per_sequence = _step_bytes(model_config, mesh)
-    if config.num_pages is not None:
-        for_pages = config.num_pages * page_bytes
-    else:
-        for_pages = -(-4 * page_bytes // 3) if _is_cpu(mesh) else page_bytes
-    left = free - for_pages + per_token * max_num_batched_tokens + per_sequence * max_num_seqs
+    without_step = free + per_token * max_num_batched_tokens + per_sequence * max_num_seqs
+    for_pages = -(-4 * page_bytes // 3) if _is_cpu(mesh) else page_bytes
+    if config.num_pages is not None and config.num_pages * page_bytes < without_step:
+        for_pages = config.num_pages * page_bytes  # if they are too many themselves, that is told next
+    left = without_step - for_pages
     tokens = (left - per_sequence * max_num_seqs) // per_token
     sequences = left // (per_token + per_sequence)
     more = _more_memory(mesh)

@@ -316,6 +316,14 @@ def test_what_a_cpu_has_no_memory_for_is_told_with_the_largest_that_fits(options
         limits_on_a_cpu(**{**options, **dict.fromkeys(changed, fitting + fitting // 50 + 1)})
 
 
+@pytest.mark.usefixtures("machine")
+def test_of_two_settings_that_are_too_large_one_is_told_after_the_other() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"use --max-num-batched-tokens \d+ or less"):
+        limits_on_a_cpu(max_num_batched_tokens=10**8, num_pages=10**6)
+    with pytest.raises(OutOfMemoryError, match=r"use --num-pages \d+ at most"):
+        limits_on_a_cpu(num_pages=10**6)
+
+
 def test_what_is_left_on_a_cpu_is_left_by_others_too(
     machine: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
