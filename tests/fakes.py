@@ -19,8 +19,8 @@ from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestE
 from jaxserve.engine.time_histogram import TimeCounts
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.template_sandbox import TemplateLimits
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.template_sandbox import TemplateLimits
 from jaxserve.text.tokenizer import Tokenizer
 from tests.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, byte_level_tokenizer
 

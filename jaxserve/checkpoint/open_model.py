@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import jinja2
 import numpy as np
 
 from jaxserve.checkpoint.errors import CheckpointError
@@ -14,6 +16,10 @@ from jaxserve.checkpoint.manifest import is_converted
 from jaxserve.checkpoint.opened_model import OpenModel
 from jaxserve.checkpoint.tensor_source import BFLOAT16
 from jaxserve.checkpoint.token_ids import check_token_ids
+from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, error_line
+from jaxserve.template_sandbox import SandboxedTemplate, TemplateLimits
+
+logger = logging.getLogger(__name__)
 
 DTYPES: dict[str, np.dtype | None] = {
     "auto": None,
@@ -26,6 +32,8 @@ DTYPES: dict[str, np.dtype | None] = {
 @contextlib.contextmanager
 def open_model(path: Path, dtype: str = "auto") -> Iterator[OpenModel]:
     """Open a model and check all that can be told without reading its weights, and without starting a JAX backend.
+
+    A chat template that is not valid is told in a warning: the weights are none the worse for it.
 
     Args:
         path: a Hugging Face folder, a folder in Meta's layout (`params.json`), or a GGUF file.
@@ -57,4 +65,18 @@ def open_model(path: Path, dtype: str = "auto") -> Iterator[OpenModel]:
         )
     with opened as model:
         check_token_ids(model.assembler.config, model.tokenizer, str(path))
+        _warn_of_template(model.tokenizer, path)
         yield model
+
+
+def _warn_of_template(tokenizer: TokenizerFiles | None, path: Path) -> None:
+    if tokenizer is None or tokenizer.settings.chat_template is None:
+        return
+    try:
+        SandboxedTemplate(tokenizer.settings.chat_template, TemplateLimits())
+    except jinja2.TemplateError as error:
+        logger.warning(
+            "%s: its chat template is not valid (%s), and a server of it will not start: mend it there, and convert then",
+            path,
+            error_line(error),
+        )

@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from jaxserve.text.template_sandbox import SandboxedTemplate, TemplateLimits
+from jaxserve.template_sandbox import SandboxedTemplate, TemplateLimits
 from jaxserve.text.tokenizer import Tokenizer
 
 # Unicode's noncharacters: valid in a str, and no text that means anything has them. One that the input lacks breaks up

@@ -15,8 +15,10 @@ import pytest
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER
 from jaxserve.checkpoint.meta_source import consolidated_files
 from jaxserve.checkpoint.open_model import open_model
+from jaxserve.checkpoint.tokenizer_files import read_tokenizer
 from jaxserve.checkpoint.tokenizer_read import read_hf_tokenizer
 from jaxserve.progress import NoProgress
 from tests.checkpoint.files import edit_config, shard, write_gguf, write_index
@@ -281,6 +283,17 @@ def test_added_tokens_that_are_no_list_of_tokens(name: str, listed: Any, tmp_pat
 def test_chat_templates_that_are_no_texts(folder: Path, template: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     assert_refused(folder, "chat_template must be a text, or named texts")
+
+
+@pytest.mark.parametrize("source", ["{% for message in messages %}{{ message", "{% break %}"])
+def test_a_chat_template_that_is_not_valid_is_told_once_and_the_rest_converted(
+    source: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "chat_template.jinja").write_text(source)
+    convert(folder, folder.parent / "converted", progress=NoProgress())
+    (told,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert told.startswith(f"{folder}: its chat template is not valid (")
+    assert read_tokenizer(folder.parent / "converted" / TOKENIZER_FOLDER).settings.chat_template == source
 
 
 def test_what_a_file_says_does_not_reach_the_terminal_as_it_is(tmp_path: Path) -> None:

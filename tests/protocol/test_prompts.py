@@ -10,8 +10,8 @@ from jaxserve.protocol.errors import BadRequestError
 from jaxserve.protocol.parsing import parse_chat_request
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.protocol.tokenize_requests import parse_tokenize_request
+from jaxserve.template_sandbox import TemplateLimits
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.template_sandbox import TemplateLimits
 from tests.fakes import FakeEngine, byte_tokenizer, fake_service, say
 from tests.tiny_model import CHAT_TEMPLATE
 

@@ -13,7 +13,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.protocol.service import OpenAIService
 from jaxserve.server.middleware import BODIES_AT_ONCE
 from jaxserve.server.slot import ServiceSlot
-from jaxserve.text.template_sandbox import TemplateLimits
+from jaxserve.template_sandbox import TemplateLimits
 from tests.fakes import FakeEngine, fake_service, say
 from tests.server.harness import USER, assert_error, client_of, until
 from tests.text.vocabularies import sentencepiece_tokenizer, token_ids

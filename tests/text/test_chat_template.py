@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.template_sandbox import TemplateLimits
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError, encode_marked
-from jaxserve.text.template_sandbox import TemplateLimits
 from tests.text.vocabularies import CHAT_TEMPLATE, CONTROL_TOKENS, byte_level_tokenizer, sentencepiece_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -39,6 +39,22 @@ def user(content: Any) -> list[dict[str, Any]]:
 def test_syntax_error_is_told_when_the_template_is_made() -> None:
     with pytest.raises(ChatTemplateError, match=r"not valid.*endfor"):
         template("{% for message in messages %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% break %}",
+        "{{ f(a=1, a=2) }}",
+        f"{{{{ {'9' * 5000} }}}}",
+        f"{{{{ {'(' * 5000}1{')' * 5000} }}}}",
+        "{{ 1|no }}",
+    ],
+    ids=["break", "repeated argument", "digits", "nested", "filter"],
+)
+def test_what_jinja_or_python_cannot_compile_is_told_then_too(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match=r"^the model's chat template is not valid: .{5,}$"):
+        template(source)
 
 
 def test_refusal_carries_the_templates_message() -> None:

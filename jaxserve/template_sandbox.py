@@ -48,7 +48,13 @@ class SandboxedTemplate:
     def __init__(self, source: str, limits: TemplateLimits) -> None:
         """Raises jinja2.TemplateError if it is not valid Jinja."""
         self._limits = limits
-        self._code = _Environment(limits).compile(source)
+        try:
+            self._code = _Environment(limits).compile(source)
+        except RecursionError as error:
+            raise jinja2.TemplateError("it is nested too deeply") from error
+        except (SyntaxError, ValueError) as error:  # Python's, of the code that Jinja makes: a break outside of a loop
+            reason = error.msg if isinstance(error, SyntaxError) else str(error)
+            raise jinja2.TemplateError(reason) from error
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The output.
