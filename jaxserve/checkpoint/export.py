@@ -33,6 +33,7 @@ from jaxserve.checkpoint.pieces import EMBEDDING_PIECE, HEAD_PIECE, check_arrays
 from jaxserve.checkpoint.safetensors_source import INDEX_FILE, SINGLE_FILE
 from jaxserve.checkpoint.tensor_names import TensorNames
 from jaxserve.checkpoint.tokenizer_files import TOKENIZER_FILE, read_json, read_tokenizer
+from jaxserve.checkpoint.trusted_files import checked_file
 from jaxserve.config import ModelConfig
 from jaxserve.progress import Progress
 
@@ -73,6 +74,7 @@ def export(source: str | Path, destination: str | Path, *, progress: Progress) -
             "export a checkpoint that was converted without --quantization"
         )
     family = family_of_architecture(manifest.architecture, str(source))
+    _original_files(source, manifest)  # what is wrong with them is told before anything is written
     require_space(destination, int(1.02 * sum(info.nbytes for info in manifest.arrays.values())), str(destination))
     try:
         with made_aside(destination) as aside:
@@ -187,11 +189,11 @@ def _layer_tensors(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> dic
 
 def _write_settings(source: Path, manifest: Manifest, family: Family, folder: Path) -> None:
     """The source's own config and tokenizer files, where it was a Hugging Face folder; else what says the same."""
-    original = source / ORIGINAL_FOLDER
-    if original.is_dir():
-        for path in sorted(original.iterdir()):
+    original = _original_files(source, manifest)
+    if original:
+        for path in original:
             shutil.copyfile(path, folder / path.name)
-        config = read_json(folder / "config.json")
+        config = read_json(source / ORIGINAL_FOLDER / "config.json")
         changed = _with_what_changed(config, manifest)
         if changed != config:
             _write_json(folder / "config.json", changed)
@@ -201,6 +203,16 @@ def _write_settings(source: Path, manifest: Manifest, family: Family, folder: Pa
     _write_json(folder / "generation_config.json", _generation_config(manifest.model_config))
     if (source / TOKENIZER_FOLDER).is_dir():
         _write_tokenizer(source / TOKENIZER_FOLDER, folder)
+
+
+def _original_files(source: Path, manifest: Manifest) -> list[Path]:
+    """Those that conversion put there, and nothing else that a folder may hold or links may lead to.
+
+    Raises:
+        CheckpointError: if one is a link that leaves the folder, or no plain file.
+    """
+    listed = sorted(name for name in manifest.files if name.startswith(f"{ORIGINAL_FOLDER}/"))
+    return [checked_file(source / ORIGINAL_FOLDER, name.removeprefix(f"{ORIGINAL_FOLDER}/")) for name in listed]
 
 
 def _with_what_changed(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
@@ -220,7 +232,7 @@ def _generation_config(config: ModelConfig) -> dict[str, Any]:
 
 def _write_tokenizer(tokenizer: Path, folder: Path) -> None:
     settings = dataclasses.asdict(read_tokenizer(tokenizer).settings)
-    shutil.copyfile(tokenizer / TOKENIZER_FILE, folder / TOKENIZER_FILE)
+    shutil.copyfile(checked_file(tokenizer, TOKENIZER_FILE), folder / TOKENIZER_FILE)
     config = {key: settings[key] for key in ("bos_token", "eos_token", "chat_template") if settings[key]}
     _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **config})
 

@@ -91,14 +91,18 @@ def llama3_frequency_factors(scaling: RopeScaling, theta: float, head_dim: int) 
 
 
 def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling | None:
-    kind = file.architecture("rope.scaling.type", "none")
+    kind = file.architecture("rope.scaling.type")
     if any(name in file.names() for name in _LONGROPE_FACTORS):
         return _longrope(file)
-    if kind == "linear":
-        return RopeScaling("linear", _number(file, "rope.scaling.factor"))
+    if kind == "linear" or (kind is None and _linear_key(file) is not None):
+        if _ROPE_FREQUENCIES in file.names():
+            raise CheckpointError(
+                f"{file.path}: linear rope scaling and tensor {_ROPE_FREQUENCIES!r} are not supported at once"
+            )
+        return RopeScaling("linear", _number(file, _linear_key(file) or "rope.scaling.factor"))
     if kind == "yarn":
         return _yarn(file)
-    if kind != "none":
+    if kind not in (None, "none"):
         raise CheckpointError(
             f"{file.path}: rope scaling {kind!r} is not supported: only none, linear, llama3, yarn, longrope"
         )
@@ -110,6 +114,12 @@ def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling | 
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-5, atol=0.0):
         raise CheckpointError(f"{file.path}: tensor {_ROPE_FREQUENCIES!r} is supported only with Llama 3's scaling")
     return scaling
+
+
+def _linear_key(file: GGUFFile) -> str | None:
+    """Where the factor is, if there is one: older files do not say the kind, and the oldest have a key of another name."""
+    keys = ("rope.scaling.factor", "rope.scale_linear")
+    return next((key for key in keys if file.architecture(key) not in (None, 0.0)), None)
 
 
 def _yarn(file: GGUFFile) -> RopeScaling:

@@ -50,14 +50,28 @@ class GGUFFile:
         except Exception as error:  # the reader trusts the file: damage shows as an exception of any kind
             raise CheckpointError(f"{path} is no GGUF file or is damaged: fetch the file again") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        size = path.stat().st_size
-        for tensor in self._reader.tensors:
-            if int(tensor.data_offset) + int(tensor.n_bytes) > size:
-                raise CheckpointError(f"{path} ends inside tensor {tensor.name!r}: fetch the file again")
+        self._check_places()
         parts = self.get("split.count", 1)
         if parts not in (0, 1):
             raise CheckpointError(f"{path} is one part of {parts}: join them first, with `llama-gguf-split --merge`")
         self.family: Family = family_of_gguf(str(self.get("general.architecture")), str(path))
+
+    def _check_places(self) -> None:
+        """Tensors follow each other, as the format has it: a size or type that is not the tensor's shows at the next one.
+
+        Raises:
+            CheckpointError: if one does not begin where the one before it ends, or the file ends inside it.
+        """
+        size, start, alignment = self.path.stat().st_size, int(self._reader.data_offset), int(self._reader.alignment)
+        for tensor in self._reader.tensors:
+            if int(tensor.data_offset) != start:
+                raise CheckpointError(
+                    f"{self.path} is damaged, tensor {tensor.name!r} is at byte {int(tensor.data_offset)}, what is before "
+                    f"it ends at {start}: fetch the file again"
+                )
+            if start + int(tensor.n_bytes) > size:
+                raise CheckpointError(f"{self.path} ends inside tensor {tensor.name!r}: fetch the file again")
+            start += -(-int(tensor.n_bytes) // alignment) * alignment
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value as plain Python, or the default."""

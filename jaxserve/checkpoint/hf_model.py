@@ -16,7 +16,7 @@ from jaxserve.checkpoint.safetensors_source import SafetensorsSource, has_safete
 from jaxserve.checkpoint.tokenizer_files import read_json
 from jaxserve.checkpoint.tokenizer_read import eos_token_ids_from_configs, read_hf_tokenizer
 from jaxserve.checkpoint.torch_source import BIN_INDEX_FILE, BinSource, bin_files
-from jaxserve.checkpoint.trusted_files import check_index, checked_file
+from jaxserve.checkpoint.trusted_files import check_index, checked_file, has_entry
 from jaxserve.checkpoint.vendor_assemble import VendorAssembler
 from jaxserve.checkpoint.vendor_config import VendorForm, vendor_form
 
@@ -50,7 +50,7 @@ def open_huggingface(folder: Path, dtype: np.dtype | None) -> Iterator[OpenModel
     )
     family = family_of_config(config, where)
     form = _form(folder, config)
-    carried = tuple(checked_file(folder, name) for name in SETTING_FILES if (folder / name).exists())
+    carried = tuple(checked_file(folder, name) for name in SETTING_FILES if has_entry(folder, name))
     weights, source = _weights(folder, integers=form is not None)
     with source:
         files = (*weights, *carried)
@@ -70,7 +70,7 @@ def open_huggingface(folder: Path, dtype: np.dtype | None) -> Iterator[OpenModel
 
 def _form(folder: Path, config: Mapping[str, Any]) -> VendorForm | None:
     """How the weights are quantized, if they are: config.json says it, or a file of its own (modelopt's first versions)."""
-    if "quantization_config" in config or not (folder / QUANTIZATION_FILE).exists():
+    if "quantization_config" in config or not has_entry(folder, QUANTIZATION_FILE):
         return vendor_form(config, str(folder / "config.json"))
     path = checked_file(folder, QUANTIZATION_FILE)
     return vendor_form({"quantization_config": {"quant_method": "modelopt", **read_json(path)}}, str(path))
@@ -80,7 +80,7 @@ def _weights(folder: Path, *, integers: bool) -> tuple[list[Path], SafetensorsSo
     """Safetensors where there are some; pickled weights otherwise."""
     if not has_safetensors(folder) and (pickled := bin_files(folder)):
         source = BinSource(pickled, integers=integers)
-        if (folder / BIN_INDEX_FILE).exists():
+        if has_entry(folder, BIN_INDEX_FILE):
             check_index(folder, BIN_INDEX_FILE, source.file_names())
         return pickled, source
     return weight_files(folder), SafetensorsSource(folder, integers=integers)

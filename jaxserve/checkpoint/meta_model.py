@@ -21,7 +21,7 @@ from jaxserve.checkpoint.tensor_names import META
 from jaxserve.checkpoint.tiktoken_read import BEGIN_OF_TEXT, END_OF_MESSAGE, END_OF_TEXT, END_OF_TURN
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings, read_json
 from jaxserve.checkpoint.tokenizer_read import read_model_file
-from jaxserve.checkpoint.trusted_files import checked_file
+from jaxserve.checkpoint.trusted_files import checked_file, has_entry
 from jaxserve.config import ModelConfig, RopeScaling
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def _context(params: Mapping[str, Any], theta: float, where: str) -> int:
 
 
 def _read_tokenizer(folder: Path) -> TokenizerFiles | None:
-    if not (folder / _TOKENIZER_FILE).exists():
+    if not has_entry(folder, _TOKENIZER_FILE):
         return None
     text = read_model_file(checked_file(folder, _TOKENIZER_FILE), None)
     backend = tokenizers.Tokenizer.from_str(text)

@@ -17,6 +17,7 @@ from jaxserve.checkpoint.opened_model import OpenModel
 from jaxserve.checkpoint.tensor_source import BFLOAT16
 from jaxserve.checkpoint.token_ids import check_token_ids
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, error_line
+from jaxserve.checkpoint.trusted_files import has_entry
 from jaxserve.template_sandbox import SandboxedTemplate, TemplateLimits
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,9 @@ def open_model(path: Path, dtype: str = "auto") -> Iterator[OpenModel]:
         from jaxserve.checkpoint.gguf_model import open_gguf  # here: its library is only for such files
 
         opened = open_gguf(path, DTYPES[dtype])
-    elif (path / "config.json").exists():
+    elif has_entry(path, "config.json"):
         opened = open_huggingface(path, DTYPES[dtype])
-    elif (path / "params.json").exists():
+    elif has_entry(path, "params.json"):
         from jaxserve.checkpoint.meta_model import open_meta  # here: it needs torch, an extra
 
         opened = open_meta(path, DTYPES[dtype])

@@ -18,7 +18,7 @@ from jaxserve.checkpoint.tokenizer_files import (
     read_json,
     read_text,
 )
-from jaxserve.checkpoint.trusted_files import checked_file
+from jaxserve.checkpoint.trusted_files import checked_file, has_entry
 
 
 def read_hf_tokenizer(folder: Path) -> TokenizerFiles | None:
@@ -30,9 +30,9 @@ def read_hf_tokenizer(folder: Path) -> TokenizerFiles | None:
         CheckpointError: if a file is damaged, or a link that leaves the folder.
     """
     config = _json_if_there(folder, "tokenizer_config.json")
-    if (folder / "tokenizer.json").exists():
+    if has_entry(folder, "tokenizer.json"):
         tokenizer_json = read_text(checked_file(folder, "tokenizer.json"))
-    elif (folder / "tokenizer.model").exists():
+    elif has_entry(folder, "tokenizer.model"):
         tokenizer_json = read_model_file(checked_file(folder, "tokenizer.model"), config)
     else:
         return None
@@ -84,7 +84,7 @@ def read_model_file(path: Path, config: Mapping[str, Any] | None) -> str:
 
 
 def _json_if_there(folder: Path, name: str) -> dict[str, Any]:
-    return read_json(checked_file(folder, name)) if (folder / name).exists() else {}
+    return read_json(checked_file(folder, name)) if has_entry(folder, name) else {}
 
 
 def _token_text(folder: Path, config: Mapping[str, Any], token_map: Mapping[str, Any], key: str) -> str:
@@ -99,7 +99,7 @@ def _token_text(folder: Path, config: Mapping[str, Any], token_map: Mapping[str,
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """A file of its own counts before the config's entry, which may be one template or a list of named ones."""
-    if (folder / "chat_template.jinja").exists():
+    if has_entry(folder, "chat_template.jinja"):
         return read_text(checked_file(folder, "chat_template.jinja"))
     template = config.get("chat_template")
     if isinstance(template, list) and all(_is_named_template(entry) for entry in template):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def checked_file(folder: Path, name: str) -> Path:
     except OSError as error:  # such as a name that is too long
         raise CheckpointError(f"{folder}: cannot open {name!r}: {error_line(error)}") from error
     return path
+
+
+def has_entry(folder: Path, name: str) -> bool:
+    """Whether a folder has something of that name: also a link to what is not there (as where fetching stopped half-way).
+
+    What is only looked at when it exists would be left out without a word; `checked_file` tells of it.
+    """
+    return os.path.lexists(folder / name)
 
 
 def _allowed_root(folder: Path) -> Path:

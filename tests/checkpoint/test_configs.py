@@ -237,6 +237,10 @@ def test_gguf_with_other_frequency_factors_is_refused(tmp_path: Path) -> None:
 def test_gguf_scaling_by_name(tmp_path: Path) -> None:
     config = gguf_config(tmp_path, rope__scaling__type="linear", rope__scaling__factor=4.0)
     assert config.rope_scaling == RopeScaling("linear", 4.0)
+    # As files were before they told the kind, and as the first ones were.
+    assert gguf_config(tmp_path, rope__scaling__factor=4.0).rope_scaling == RopeScaling("linear", 4.0)
+    assert gguf_config(tmp_path, rope__scale_linear=4.0).rope_scaling == RopeScaling("linear", 4.0)
+    assert gguf_config(tmp_path, rope__scaling__type="none", rope__scaling__factor=4.0).rope_scaling is None
     lengths = {"rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 64}
     config = gguf_config(tmp_path, rope__scaling__type="yarn", **lengths)
     attention_factor = 0.1 * math.log(4) + 1

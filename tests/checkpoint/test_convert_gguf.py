@@ -225,6 +225,19 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
         convert(write_gguf(tmp_path / "model.gguf", tensors), tmp_path / "converted", progress=NoProgress())
 
 
+@pytest.mark.parametrize(("place", "number"), [(20, 2), (20, 8), (20, 30), (4, 32), (24, 0), (24, 1)])
+def test_a_tensor_that_is_not_what_its_header_says(tmp_path: Path, place: int, number: int) -> None:
+    """Another type (Q4_0, Q8_0, BF16), fewer values, another place: all would be read as numbers."""
+    path = write_gguf(tmp_path / "model.gguf", weights())
+    content = bytearray(path.read_bytes())
+    start = content.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + place
+    content[start : start + 4] = number.to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.gguf.*fetch the file again"):
+        convert(path, tmp_path / "converted", progress=NoProgress())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.gguf"]
+
+
 def test_heads_that_differ_by_layer_are_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", weights(), metadata={"llama.attention.head_count": [4, 2]})
     with pytest.raises(CheckpointError, match="head_count"):

@@ -116,6 +116,23 @@ def test_only_converted_checkpoints_can_be_exported(tmp_path: Path) -> None:
         export(GOLDENS / "tied_head", tmp_path / "exported", progress=NoProgress())
 
 
+def test_nothing_but_what_was_converted_is_given_back(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    source = write_tiny_llama(tmp_path / "source")
+    folder = convert(source, tmp_path / "converted", progress=NoProgress())
+    (folder / "original" / "added.json").symlink_to(tmp_path / "secret")
+    (folder / "original" / "added.py").write_text("1 / 0")
+    exported = export(folder, tmp_path / "exported", progress=NoProgress())
+    assert {path.name for path in exported.iterdir()} == {path.name for path in source.iterdir()}
+
+    config = folder / "original" / "config.json"
+    config.rename(tmp_path / "config.json")
+    config.symlink_to(tmp_path / "config.json")  # of the size that the manifest has
+    with pytest.raises(CheckpointError, match=r"refuses config\.json: it is a link that leaves the folder"):
+        export(folder, tmp_path / "again", progress=NoProgress())
+    assert not (tmp_path / "again").exists()
+
+
 def test_damaged_weights_leave_no_folder(tmp_path: Path) -> None:
     folder = convert(GOLDENS / "tied_head", tmp_path / "converted", progress=NoProgress())
     file = max((folder / "weights" / "layer_001" / "d").iterdir(), key=lambda path: path.stat().st_size)

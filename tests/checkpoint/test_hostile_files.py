@@ -154,6 +154,18 @@ def test_what_is_no_plain_file_is_not_opened(folder: Path, name: str, kind: str)
     assert_refused(folder, f"refuses {name}: it is no plain file")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+     "chat_template.jinja", "hf_quant_config.json"],
+)  # fmt: skip
+def test_a_link_to_what_was_never_fetched(folder: Path, name: str) -> None:
+    """As in a cache of the Hub where fetching stopped half-way; without the file the model would be another one."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../../blobs/missing")
+    assert_refused(folder, f"{name} is missing")
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"])
 def test_a_file_of_holes_is_not_read(folder: Path, name: str) -> None:
     if name == "tokenizer.model":
