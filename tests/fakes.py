@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings
 from jaxserve.config import ModelConfig
-from jaxserve.engine.draft_lengths import SpeculativeStats
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, RequestError, RequestOutput, TokenLogprobs
 from jaxserve.engine.time_histogram import TimeCounts

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from jaxserve.cli.chat_session import AnswerPiece, ChatError, Drafted, Message
+from jaxserve.cli.chat_session import AnswerPiece, ChatError, Message
 from jaxserve.cli.chat_settings import ChatSettings
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.protocol.errors import ApiError, BadRequestError
 from jaxserve.protocol.parsing import parse_chat_request
 from jaxserve.protocol.requests import ChatCompletionRequest
@@ -56,9 +57,8 @@ class ServiceBackend:
         del stats["step_times"]  # a table, for dashboards
         return stats
 
-    def drafted(self) -> Drafted | None:
-        stats = self._service.engine.stats().speculative
-        return None if stats is None else Drafted(stats.num_draft_tokens, stats.num_accepted_tokens)
+    def drafted(self) -> SpeculativeStats | None:
+        return self._service.engine.stats().speculative
 
 
 def _request(messages: Sequence[Message], settings: ChatSettings | None = None) -> ChatCompletionRequest:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jaxserve.cli.chat_settings import ChatSettings
+from jaxserve.engine.draft_stats import SpeculativeStats
 
 Message = dict[str, str]  # role and content, as chat templates take them
 
@@ -17,18 +18,6 @@ SHARE_OF_CONTEXT_FOR_ANSWER = 4  # a quarter is kept free when max_tokens does n
 
 class ChatError(Exception):
     """The question cannot be answered; the chat goes on without it. The message is for people."""
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """Tokens that were drafted for the model, and how many of them it kept."""
-
-    tokens: int
-    accepted: int
-
-    def since(self, before: Drafted) -> Drafted:
-        """What came after `before`."""
-        return Drafted(self.tokens - before.tokens, self.accepted - before.accepted)
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ class ChatBackend(Protocol):
         """Numbers of the engine by name."""
         ...
 
-    def drafted(self) -> Drafted | None:
+    def drafted(self) -> SpeculativeStats | None:
         """What was drafted since the start; None: nothing ever is."""
         ...
 
@@ -97,7 +86,7 @@ class AnswerStats:
     decode_time: float
     finish_reason: str
     forgotten_exchanges: int
-    drafted: Drafted | None = None
+    drafted: SpeculativeStats | None = None
 
     def text(self) -> str:
         lines = [
@@ -110,9 +99,21 @@ class AnswerStats:
             rate = (self.generated_tokens - 1) / self.decode_time
             lines.append(f"decode: {rate:.1f} tokens/s ({1000 / rate:.1f} ms per token)")
         if self.drafted is not None:
-            share = f" ({self.drafted.accepted / self.drafted.tokens:.0%})" if self.drafted.tokens else ""
-            lines.append(f"drafts: {self.drafted.accepted} of {self.drafted.tokens} tokens kept{share}")
+            lines += _of_drafts(self.drafted)
         return "\n".join(lines)
+
+
+def _of_drafts(stats: SpeculativeStats) -> list[str]:
+    """The method with what was kept, and the acceptance at each place that had drafts."""
+    kept, drafted = stats.num_accepted_tokens, stats.num_draft_tokens
+    if not drafted:
+        return [f"drafts ({stats.method}): none"]
+    places = enumerate(zip(stats.accepted_per_position, stats.drafted_per_position, strict=True), 1)
+    shares = [f"{place}: {accepted / tried:.0%} of {tried}" for place, (accepted, tried) in places if tried]
+    return [
+        f"drafts ({stats.method}): {kept} of {drafted} tokens kept ({kept / drafted:.0%})",
+        f"kept by position: {', '.join(shares)}",
+    ]
 
 
 class ChatSession:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import sequence as sequences
-from jaxserve.engine.draft_lengths import SpeculativeStats
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.loop import EngineLoop

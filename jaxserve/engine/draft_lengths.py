@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxserve.engine.draft_record import DraftRecord
+from jaxserve.engine.draft_stats import DraftCounts, SpeculativeStats
 from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
-from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.sequence import Sequence, SequenceStatus
 
 _PRIOR_ACCEPTANCE = 0.6  # before anything was seen
 _MEMORY = 0.95  # of what is known of a sequence's drafts, that a step later still counts
@@ -18,38 +19,6 @@ _FEW = 3  # steps of a kind that show what it takes
 _OUTLIER = 2.0  # a step that takes this many times as long as usual counts as this long
 _PROBE_COST = 0.01  # of all time, that is spent on seeing whether drafts would pay by now
 _LEAST_GAIN = 1.02  # of the throughput without drafts: they must be worth more than how well it is known
-
-
-@dataclass(frozen=True)
-class SpeculativeStats:
-    """What was drafted so far, and what the model kept of it.
-
-    Attributes:
-        method: of drafting.
-        num_drafts: rows of steps that brought any drafts.
-        accepted_per_position: how many first, second, ... drafts were kept.
-    """
-
-    method: str
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    accepted_per_position: tuple[int, ...]
-
-    @staticmethod
-    def sum(parts: Rows[SpeculativeStats]) -> SpeculativeStats | None:
-        """Of several engines with the same configuration; None: of none."""
-        if not parts:
-            return None
-        return SpeculativeStats(
-            method=parts[0].method,
-            num_drafts=sum(part.num_drafts for part in parts),
-            num_draft_tokens=sum(part.num_draft_tokens for part in parts),
-            num_accepted_tokens=sum(part.num_accepted_tokens for part in parts),
-            accepted_per_position=tuple(
-                sum(kept) for kept in zip(*(part.accepted_per_position for part in parts), strict=True)
-            ),
-        )
 
 
 class Trial(NamedTuple):
@@ -92,21 +61,17 @@ class DraftLengths:
     """
 
     def __init__(self, method: str, lengths: tuple[int, ...], max_rows: int, *, adaptive: bool = True) -> None:
-        self._method = method
         self._lengths = lengths
         self._max_rows = max_rows
         self._adaptive = adaptive
         self._common = DraftRecord()
         self._times: dict[tuple[int, int], _StepTime] = {}  # by `size_class` of the number of rows, and drafts
         self._plain_steps = 0  # since the last one with drafts
-        self._num_drafts = 0
-        self._num_draft_tokens = 0
-        self._accepted = [0] * lengths[-1]
+        self.counts = DraftCounts(method, lengths[-1])
 
     @property
     def stats(self) -> SpeculativeStats:
-        accepted = tuple(self._accepted)
-        return SpeculativeStats(self._method, self._num_drafts, self._num_draft_tokens, sum(accepted), accepted)
+        return self.counts.stats
 
     @property
     def is_adaptive(self) -> bool:
@@ -153,17 +118,13 @@ class DraftLengths:
             self._times.setdefault((size_class(len(batch.decode)), batch.num_drafts), _StepTime()).add(seconds)
 
     def observe_tokens(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
-        """Takes in what the model kept of a step's drafts."""
+        """Learns from what the model kept of a step's drafts."""
         if sampled.num_drafts is None:
             return
         found = zip(batch.decode, sampled.num_drafts.tolist(), sampled.counts.tolist(), strict=True)
         for row, drafted, count in found:
-            if drafted:
-                self._num_drafts += 1
-                self._num_draft_tokens += drafted
-                for position in range(count - 1):
-                    self._accepted[position] += 1
-            if row.num_drafts:  # else none was wanted
+            # Without any, none was wanted; and what is drafted behind the end of an answer tells nothing of others.
+            if row.num_drafts and row.sequence.status is not SequenceStatus.FINISHED:
                 row.sequence.draft_record.add(drafted, count - 1, _MEMORY)
                 self._common.add(drafted, count - 1, _COMMON_MEMORY)
 

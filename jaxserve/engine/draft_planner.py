@@ -6,9 +6,10 @@ from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
 from jaxserve.engine.draft_backlog import DraftBacklog
-from jaxserve.engine.draft_lengths import DraftLengths, SpeculativeStats, Trial
+from jaxserve.engine.draft_lengths import DraftLengths, Trial
 from jaxserve.engine.draft_rows import take_verified, with_drafts
 from jaxserve.engine.draft_showing import DraftShowing, ShowingSeconds
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.schedule import DecodeRow, PrefillChunk, SampledTokens, ScheduledBatch
@@ -87,6 +88,10 @@ class DraftPlanner:
             for row, count in zip(batch.decode, sampled.counts.tolist(), strict=True):
                 if row.sequence.status is SequenceStatus.RUNNING:
                     self._backlog.take_verified(row, count)
+
+    def count(self, drafted: int, kept: int, taken: int, *, is_end: bool) -> None:
+        """Counts what an answer took of a row's drafts: as `DraftCounts.add`."""
+        self._lengths.counts.add(drafted, kept, taken, is_end=is_end)
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learns from what a step took."""

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, EngineStats, Replica
-from jaxserve.engine.draft_lengths import SpeculativeStats
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.request import EngineStoppedError, QueueFullError, token_bytes

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from itertools import islice
 
 from jaxserve.engine.admission import has_room_for
-from jaxserve.engine.draft_lengths import DraftLengths, SpeculativeStats
+from jaxserve.engine.draft_lengths import DraftLengths
 from jaxserve.engine.draft_planner import DraftPlan, DraftPlanner
 from jaxserve.engine.draft_showing import ShowingSeconds
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.engine.endings import take_tokens
 from jaxserve.engine.forced_tokens import begin_jump, choose_jumps
 from jaxserve.engine.host_pages import HostPages
@@ -162,7 +163,13 @@ class Scheduler:
             if is_known:
                 continue  # it was forced, and the host did not wait for it
             new = tokens[row] if width == 1 else tokens[row][: counts[row]]
-            outputs.append(self._append(sequence, new, sampled.logprobs, row * width, now))
+            output = self._append(sequence, new, sampled.logprobs, row * width, now)
+            outputs.append(output)
+            if self._drafting is not None and sampled.num_drafts is not None:
+                is_end = output.finish_reason is not None
+                self._drafting.count(
+                    int(sampled.num_drafts[row]), counts[row] - 1, len(output.token_ids), is_end=is_end
+                )
         return outputs
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:

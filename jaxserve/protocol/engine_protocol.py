@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from jaxserve.config import ModelConfig
-from jaxserve.engine.draft_lengths import SpeculativeStats
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.request import RequestOutput
 from jaxserve.engine.time_histogram import TimeCounts

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from jaxserve.engine.draft_lengths import SpeculativeStats
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.time_histogram import TimeCounts, TimeHistogram
 from jaxserve.protocol.engine_protocol import Stats
@@ -205,20 +205,24 @@ def _of_drafts(stats: SpeculativeStats) -> Iterator[Metric]:
     """What was drafted and kept, of all replicas together."""
     for name, description, value in (
         ("num_drafts", "Sequences that brought drafts to a step, one for each step.", stats.num_drafts),
-        ("num_draft_tokens", "Tokens that were drafted.", stats.num_draft_tokens),
-        ("num_accepted_tokens", "Drafted tokens that the model kept.", stats.num_accepted_tokens),
+        ("num_draft_tokens", "Tokens that were drafted for answers.", stats.num_draft_tokens),
+        ("num_accepted_tokens", "Drafted tokens that are part of answers.", stats.num_accepted_tokens),
     ):
         family = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", description, labels=["method"])
         family.add_metric([stats.method], value)
         yield family
-    by_position = CounterMetricFamily(
-        f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
-        "Drafted tokens that the model kept, by their place after the last token.",
-        labels=["method", "position"],
-    )
-    for position, value in enumerate(stats.accepted_per_position):
-        by_position.add_metric([stats.method, str(position)], value)
-    yield by_position
+    for name, description, counts in (
+        ("draft", "Tokens that were drafted for answers", stats.drafted_per_position),
+        ("accepted", "Drafted tokens that are part of answers", stats.accepted_per_position),
+    ):
+        by_position = CounterMetricFamily(
+            f"{PREFIX}spec_decode_num_{name}_tokens_per_pos",
+            f"{description}, by their place after the last token.",
+            labels=["method", "position"],
+        )
+        for position, value in enumerate(counts):
+            by_position.add_metric([stats.method, str(position)], value)
+        yield by_position
 
 
 def _of_replicas(replicas: Sequence[Stats | None]) -> Iterator[Metric]:

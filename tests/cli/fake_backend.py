@@ -7,8 +7,9 @@ import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from jaxserve.cli.chat import talk
-from jaxserve.cli.chat_session import AnswerPiece, ChatError, ChatSession, Drafted, Message
+from jaxserve.cli.chat_session import AnswerPiece, ChatError, ChatSession, Message
 from jaxserve.cli.chat_settings import ChatSettings
+from jaxserve.engine.draft_stats import SpeculativeStats
 
 
 class FakeBackend:
@@ -53,7 +54,7 @@ class FakeBackend:
     def metrics(self) -> Mapping[str, object]:
         return {"num_running": 0, "num_pages": 7}
 
-    def drafted(self) -> Drafted | None:
+    def drafted(self) -> SpeculativeStats | None:
         return None
 
 

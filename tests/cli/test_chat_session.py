@@ -2,8 +2,9 @@ import asyncio
 
 import pytest
 
-from jaxserve.cli.chat_session import AnswerStats, ChatError, ChatSession, Drafted
+from jaxserve.cli.chat_session import AnswerStats, ChatError, ChatSession
 from jaxserve.cli.chat_settings import ChatSettings
+from jaxserve.engine.draft_stats import SpeculativeStats
 from tests.cli.fake_backend import FakeBackend
 
 
@@ -112,17 +113,26 @@ def test_stats_tell_tokens_and_times() -> None:
     assert "drafts" not in text
 
 
-def test_stats_tell_how_many_drafts_of_the_answer_were_kept() -> None:
+def test_stats_tell_the_method_and_how_many_drafts_of_the_answer_were_kept_at_each_place() -> None:
     class Drafting(FakeBackend):
-        counts = iter([Drafted(30, 20), Drafted(50, 35)])
+        def __init__(self) -> None:
+            super().__init__()
+            before = SpeculativeStats("eagle3", 12, (12, 10, 8), (10, 7, 3))
+            after = SpeculativeStats("eagle3", 20, (20, 16, 14), (17, 11, 7))
+            self.counts = iter([before, after, after, after])
 
-        def drafted(self) -> Drafted:
+        def drafted(self) -> SpeculativeStats:
             return next(self.counts)
 
     session = ChatSession(Drafting(), ChatSettings())
     ask(session, "one two")
     assert session.last_stats is not None
-    assert "drafts: 15 of 20 tokens kept (75%)" in session.last_stats.text()
+    assert session.last_stats.text().splitlines()[-2:] == [
+        "drafts (eagle3): 15 of 20 tokens kept (75%)",
+        "kept by position: 1: 88% of 8, 2: 67% of 6, 3: 67% of 6",
+    ]
+    ask(session, "three")
+    assert session.last_stats.text().splitlines()[-1] == "drafts (eagle3): none"
 
 
 def test_reset_forgets_everything_but_the_settings() -> None:

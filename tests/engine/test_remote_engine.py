@@ -16,7 +16,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.client import choice_seed
-from jaxserve.engine.draft_lengths import SpeculativeStats
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.engine.engine_process import ProcessSetup
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.engine.process_messages import ConstraintSource, Snapshot, decode, encode_outputs, portable
@@ -252,7 +252,7 @@ def test_outputs_and_numbers_cross_whole(engine: RemoteEngine) -> None:
     ]
     one = dataclasses.replace(
         engine.stats(),
-        speculative=SpeculativeStats("ngram", 1, 2, 3, (4, 5)),
+        speculative=SpeculativeStats("ngram", 1, (4, 5), (2, 3)),
         kv_offload=OffloadStats(1, 2, 3, 4, 5, 6),
     )
     snapshot = Snapshot(dataclasses.replace(one, replicas=(one, None)), is_ready=True)

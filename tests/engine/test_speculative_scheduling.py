@@ -63,8 +63,36 @@ def test_a_right_drafter_saves_steps_up_to_the_end_of_the_context() -> None:
     assert steps <= 60 / 4 + 6
     stats = harness.scheduler.speculative_stats
     assert stats is not None
-    assert stats.num_accepted_tokens == sum(stats.accepted_per_position)
     assert stats.num_accepted_tokens <= stats.num_draft_tokens <= 3 * stats.num_drafts
+
+
+@pytest.mark.parametrize("max_tokens", [5, 6, 7, 8, 40])
+@pytest.mark.parametrize("stops", [False, True])
+def test_only_drafts_that_are_part_of_an_answer_count_as_kept(max_tokens: int, stops: bool) -> None:
+    told = []
+    for _ in range(2):
+        harness = drafting_harness(make_limits(), accuracy=1.0)
+        stop = [told[0][-3]] if stops and told else []  # the answer ends before it else would
+        key = harness.add(4, max_tokens, stop=stop)
+        harness.run()
+        told.append(harness.outputs[key])
+    stats = harness.scheduler.speculative_stats
+    assert stats is not None
+    # All drafts are right, so that each that an answer had place for is part of it: all its tokens but one of each step.
+    assert stats.accepted_per_position == stats.drafted_per_position
+    steps = stats.num_drafts
+    assert len(told[-1]) - 1 - steps <= stats.num_accepted_tokens <= len(told[-1]) - 1
+
+
+def test_drafts_behind_an_abort_do_not_count() -> None:
+    harness = drafting_harness(make_limits(), accuracy=1.0)
+    key = harness.add(4, 40)
+    harness.step_until(lambda: len(harness.outputs[key]) > 10)
+    harness.abort(*key)
+    harness.run()
+    stats = harness.scheduler.speculative_stats
+    assert stats is not None
+    assert stats.num_accepted_tokens == stats.num_draft_tokens < len(harness.outputs[key])
 
 
 def test_drafts_take_no_page_from_others() -> None:

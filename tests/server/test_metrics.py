@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.engine.draft_lengths import SpeculativeStats
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.engine.host_pages import OffloadStats
 from jaxserve.protocol.observer import RequestCourse
 from jaxserve.protocol.prompts import PromptBuilder
@@ -93,7 +93,7 @@ VLLM_S_NAMES = {  # written out: what a dashboard reads must not change with the
 
 def test_common_metrics_have_vllm_s_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(say("x"))
-    drafts = SpeculativeStats("ngram", 0, 0, 0, accepted_per_position=(0,))
+    drafts = SpeculativeStats("ngram", 0, (0,), (0,))
     monkeypatch.setattr(engine, "stats", lambda: FakeStats(num_running=0, num_waiting=0, speculative=drafts))
     metrics = Metrics(ServiceSlot(fake_service(engine)))
     metrics.finished(COURSE)
@@ -153,7 +153,7 @@ def test_pages_in_host_memory_are_told_where_there_are_any() -> None:
 
 def test_drafts_are_told_by_method_and_position_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(say("a"))
-    drafts = SpeculativeStats("ngram", 10, 30, 17, accepted_per_position=(9, 5, 3))
+    drafts = SpeculativeStats("ngram", 10, drafted_per_position=(10, 10, 10), accepted_per_position=(9, 5, 3))
     stats = FakeStats(num_running=0, num_waiting=0, speculative=drafts)
     monkeypatch.setattr(engine, "stats", lambda: stats)
     text = Metrics(ServiceSlot(fake_service(engine))).exposition().decode()
@@ -163,5 +163,6 @@ def test_drafts_are_told_by_method_and_position_under_both_names(monkeypatch: py
             value(text, f"vllm:spec_decode_num_{name}_total", method="ngram", engine="0", model_name=MODEL_NAME)
             == expected
         )
-    kept = "jaxserve:spec_decode_num_accepted_tokens_per_pos_total"
-    assert [value(text, kept, method="ngram", position=str(position)) for position in range(3)] == [9, 5, 3]
+    for name, expected in (("draft", [10, 10, 10]), ("accepted", [9, 5, 3])):
+        counter = f"jaxserve:spec_decode_num_{name}_tokens_per_pos_total"
+        assert [value(text, counter, method="ngram", position=str(position)) for position in range(3)] == expected
