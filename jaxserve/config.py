@@ -263,12 +263,8 @@ class EngineConfig:
             raise ValueError(f"load_format={self.load_format!r} must be auto or dummy")
         if self.quantization is not None:
             QuantizationConfig.named(self.quantization)  # raises if there is none of that name
-        synthetic = None if self.speculative_config is None else self.speculative_config.synthetic_acceptance
-        if synthetic is not None and self.load_format != "dummy":
-            raise ValueError(
-                f"speculative_synthetic_acceptance={synthetic} makes up what the model says: it goes with "
-                f"load_format='dummy' alone, not {self.load_format!r}"
-            )
+        if self.speculative_config is not None:
+            self._check_speculation(self.speculative_config)
         if self.kv_cache_dtype not in get_args(KVCacheDType):
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {', '.join(get_args(KVCacheDType))}"
@@ -288,6 +284,24 @@ class EngineConfig:
             )
         if self.max_num_queued_requests < 0:
             raise ValueError(f"max_num_queued_requests={self.max_num_queued_requests} must not be negative")
+
+    def _check_speculation(self, speculative: SpeculativeConfig) -> None:
+        if speculative.num_speculative_tokens >= self.page_size:
+            raise ValueError(
+                f"num_speculative_tokens={speculative.num_speculative_tokens} must be below page_size={self.page_size}: "
+                "draft fewer tokens, or raise --page-size"
+            )
+        if speculative.quantization is not None:
+            try:
+                QuantizationConfig.named(speculative.quantization)
+            except ValueError as error:
+                raise ValueError(f"of the draft model, {error}") from None
+        synthetic = speculative.synthetic_acceptance
+        if synthetic is not None and self.load_format != "dummy":
+            raise ValueError(
+                f"speculative_synthetic_acceptance={synthetic} makes up what the model says: it goes with "
+                f"load_format='dummy' alone, not {self.load_format!r}"
+            )
 
     def _check_hosts(self) -> None:
         if not 0 <= self.node_rank < self.nnodes:

@@ -12,7 +12,9 @@ SpeculativeMethod = Literal["ngram", "draft_model", "early_exit", "eagle", "eagl
 # Heads that are trained for one model, and read its hidden states.
 HEAD_METHODS: tuple[SpeculativeMethod, ...] = ("eagle", "eagle3", "medusa")
 MAX_SPECULATIVE_TOKENS = 32  # more are never accepted often enough to pay
+MAX_LOOKUP = 32  # a longer run finds nothing that this one does not, and each token of it makes programs larger
 _DEFAULT_LOOKUP_MAX, _DEFAULT_LOOKUP_MIN = 4, 2
+_SHOWN = 200  # characters of a wrong value
 
 # Which fields mean something to which methods.
 _FIELDS_OF: dict[str, tuple[SpeculativeMethod, ...]] = {
@@ -69,6 +71,8 @@ class SpeculativeConfig:
                 f"num_speculative_tokens={self.num_speculative_tokens!r} must be a number from 1 to "
                 f"{MAX_SPECULATIVE_TOKENS}"
             )
+        if self.model is not None and not isinstance(self.model, str):
+            raise ValueError(f"speculative model={self.model!r} must be a text: a name or folder, or hf:ORG/NAME")
         for name, methods in _FIELDS_OF.items():
             if getattr(self, name) is not None and self.method not in methods:
                 raise ValueError(
@@ -93,8 +97,8 @@ class SpeculativeConfig:
     def _check_lookup(self) -> None:
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             value = getattr(self, name)
-            if value is not None and (not _is_int(value) or value < 1):
-                raise ValueError(f"{name}={value!r} must be at least 1")
+            if value is not None and (not _is_int(value) or not 1 <= value <= MAX_LOOKUP):
+                raise ValueError(f"{name}={value!r} must be a number from 1 to {MAX_LOOKUP}")
         if self.longest_lookup < self.shortest_lookup:
             raise ValueError(
                 f"prompt_lookup_max={self.prompt_lookup_max} must not be below prompt_lookup_min={self.prompt_lookup_min}"
@@ -117,22 +121,23 @@ class SpeculativeConfig:
         Raises:
             ValueError: it is no JSON object, lacks a field, has an unknown one, or a wrong value.
         """
+        shown = repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
         try:
             values: Any = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # the latter where it is nested too deeply
             raise ValueError(
-                f"--speculative-config {text!r} is not JSON ({error}); it should look like "
+                f"--speculative-config {shown} is not JSON ({error}); it should look like "
                 '\'{"method": "ngram", "num_speculative_tokens": 4}\''
             ) from error
         if not isinstance(values, dict):
-            raise ValueError(f"--speculative-config {text!r} must be a JSON object")
+            raise ValueError(f"--speculative-config {shown} must be a JSON object")
         known = [field.name for field in dataclasses.fields(SpeculativeConfig) if field.name != "synthetic_acceptance"]
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(f"--speculative-config has unknown fields {unknown}; known ones: {', '.join(known)}")
         missing = [name for name in ("method", "num_speculative_tokens") if name not in values]
         if missing:
-            raise ValueError(f"--speculative-config {text} lacks {' and '.join(missing)}")
+            raise ValueError(f"--speculative-config {shown} lacks {' and '.join(missing)}")
         return SpeculativeConfig(**values, synthetic_acceptance=synthetic_acceptance)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from jaxserve.config import EngineConfig
@@ -39,11 +41,33 @@ def test_vllm_s_fields_are_read() -> None:
             '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1, "prompt_lookup_min": 2}',
             "prompt_lookup_max=1 must not be below prompt_lookup_min=2",
         ),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 100000}',
+            "prompt_lookup_max=100000 must be a number from 1 to 32",
+        ),
+        ('{"method": "draft_model", "num_speculative_tokens": 3, "model": 5}', "model=5 must be a text: a name"),
+        ('{"method": "eagle", "num_speculative_tokens": 3, "model": {}}', "model={} must be a text: a name"),
+        ("[" * 100_000, r"\[\[\.\.\.' is not JSON"),
+        ('{"method": "ngram", "num_speculative_tokens": ' + "9" * 10_000 + "}", "is not JSON"),
     ],
 )
 def test_a_wrong_value_is_told(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         SpeculativeConfig.from_json(text)
+    assert len(str(raised.value)) < 600
+
+
+def test_more_drafts_than_fit_a_page_are_refused_with_the_other_sizes() -> None:
+    with pytest.raises(ValueError, match=r"num_speculative_tokens=4 must be below page_size=4: .* --page-size"):
+        EngineConfig(page_size=4, speculative_config=SpeculativeConfig("ngram", 4))
+
+
+@pytest.mark.parametrize("quantization", ["fp9", 8, ["fp8"]])
+def test_a_quantization_that_there_is_not_is_told_with_those_that_there_are(quantization: object) -> None:
+    fields = {"method": "draft_model", "num_speculative_tokens": 3, "model": "x", "quantization": quantization}
+    speculative = SpeculativeConfig.from_json(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"of the draft model, quantization=.* must be one of fp8, "):
+        EngineConfig(speculative_config=speculative)
 
 
 def test_synthetic_acceptance_goes_with_random_weights_alone() -> None:

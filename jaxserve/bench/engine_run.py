@@ -8,7 +8,6 @@ import platform
 import shlex
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +28,8 @@ from jaxserve.bench.run import BenchOptions, run_loads
 from jaxserve.bench.workload import Prompts, Workload
 from jaxserve.config import EngineConfig
 from jaxserve.engine import replicas
-from jaxserve.engine.build import (
-    build_dummy_engine,
-    build_engine,
-    check_model_fits,
-    make_engine_mesh,
-    resolve_cache_dtype,
-    resolve_dtype,
-    select_devices,
-)
-from jaxserve.engine.build_drafting import Model
-from jaxserve.engine.capacity import check_weights_fit
-from jaxserve.engine.client import EngineClient, Replica
+from jaxserve.engine.build import build_dummy_engine, resolve_cache_dtype, select_devices
+from jaxserve.engine.client import EngineClient
 from jaxserve.engine.process_messages import HostedEngine
 from jaxserve.engine.remote_engine import RemoteEngine
 from jaxserve.engine.replicas import ReplicatedEngine
@@ -74,25 +63,15 @@ def start_engine(model: str, config: EngineConfig, progress: Progress) -> Engine
             lambda config, replica: build_dummy_engine(architecture, config, progress, replica),
         )
     # Here and not at the top: benchmarks with random weights need none of what these bring.
+    from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER
     from jaxserve.checkpoint.source import resolve_model
-    from jaxserve.checkpoint.store import load_checkpoint
+    from jaxserve.protocol.checkpoint_engine import start_checkpoint_engine
+    from jaxserve.protocol.launch import resolve_draft_model
+    from jaxserve.text.tokenizer import load_tokenizer
 
     folder = resolve_model(model, progress)
-    draft_model = None if config.speculative_config is None else config.speculative_config.model
-    draft_folder = None if draft_model is None else resolve_model(draft_model, progress)
-
-    def build(config: EngineConfig, replica: Replica) -> EngineClient:
-        mesh = make_engine_mesh(config, replica.index)
-        check = partial(check_model_fits, config=config, mesh=mesh)
-        checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check)
-        draft = None
-        if draft_folder is not None:
-            check = partial(check_weights_fit, config=config, mesh=mesh, dtype=resolve_dtype(config, mesh))
-            drafting = load_checkpoint(draft_folder, config.dtype, progress, mesh=mesh, check=check)
-            draft = Model(drafting.model_config, drafting.params)
-        return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft)
-
-    return replicas.start_engine(config, build)
+    draft_folder = resolve_draft_model(config, lambda: load_tokenizer(folder / TOKENIZER_FOLDER), progress)
+    return start_checkpoint_engine(folder, draft_folder, config, progress).engine
 
 
 def start_hosted_engine(model: str, config: EngineConfig, progress: Progress) -> HostedEngine:

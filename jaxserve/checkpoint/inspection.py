@@ -74,7 +74,7 @@ def inspect_checkpoint(path: Path) -> Inspection:
 
 
 def inspect_architecture(name: str, config: ModelConfig, dtype: str) -> Inspection:
-    """What is made where an architecture gets random weights (`--load-format dummy`); none of it is made here.
+    """What is made where an architecture gets random weights (`load_format="dummy"`); none of it is made here.
 
     Args:
         config: with the quantization that is asked for.

@@ -16,7 +16,14 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import Buckets, make_buckets
-from jaxserve.engine.build_drafting import Model, check_draft_model, draft_bytes_per_token, make_drafting
+from jaxserve.engine.build_drafting import (
+    Model,
+    check_depth,
+    check_draft_model,
+    check_vocabulary_size,
+    draft_bytes_per_token,
+    make_drafting,
+)
 from jaxserve.engine.build_heads import place_head, random_head
 from jaxserve.engine.build_memory import memory_plan, told_when_exhausted
 from jaxserve.engine.capacity import check_steps_fit, check_weights_fit, plan_limits
@@ -359,15 +366,22 @@ def build_dummy_engine(
     """An engine with seeded random weights, made on the devices: for benchmarks.
 
     So is a draft model, of a named shape; a head has the shape that goes with the model, whatever it is called.
+
+    Raises:
+        ValueError: no such shape, or a draft model that does not go with the model; before any weights are made.
     """
+    speculative = config.speculative_config
+    check_depth(speculative, model_config)
+    draft_config = None
+    if speculative is not None and speculative.method == "draft_model":
+        draft_config = preset_config(speculative.model or "")
+        check_vocabulary_size(model_config, draft_config)
     target = _dummy_model(model_config, config, progress, replica)
     draft = None
-    if config.speculative_config is not None and config.speculative_config.method in HEAD_METHODS:
-        draft = random_head(config.speculative_config, model_config, config.seed or 0)
-    elif config.speculative_config is not None and config.speculative_config.model is not None:
-        draft = _dummy_model(
-            preset_config(config.speculative_config.model), _config_of_draft(config), progress, replica
-        )
+    if draft_config is not None:
+        draft = _dummy_model(draft_config, _config_of_draft(config), progress, replica)
+    elif speculative is not None and speculative.method in HEAD_METHODS:
+        draft = random_head(speculative, model_config, config.seed or 0)
     return build_engine(target.config, target.params, config, progress, replica, draft)
 
 

@@ -22,6 +22,8 @@ from jaxserve.sharding.collectives import Collectives
 from jaxserve.sharding.placement import partition_specs
 from jaxserve.speculative_config import HEAD_METHODS, SpeculativeConfig
 
+_PADDING = 512  # tokens by which the vocabularies of one family differ at most, since they are padded to multiples
+
 
 @dataclass(frozen=True)
 class Model:
@@ -52,6 +54,29 @@ def check_draft_model(config: SpeculativeConfig | None, target: ModelConfig, dra
         check_head(config, target, draft)
 
 
+def check_depth(config: SpeculativeConfig | None, target: ModelConfig) -> None:
+    """Before there are any weights: whether an early exit leaves layers out.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if config is not None and config.method == "early_exit":
+        _num_early_layers(config, target)
+
+
+def check_vocabulary_size(target: ModelConfig, draft: ModelConfig) -> None:
+    """Of models with random weights, which have no tokens to compare: their numbers must be alike, up to padding.
+
+    Raises:
+        ValueError: the draft model is of another family.
+    """
+    if abs(target.vocab_size - draft.vocab_size) >= _PADDING:
+        raise ValueError(
+            f"the draft model has vocab_size={draft.vocab_size}, the model {target.vocab_size}: it has other tokens; use a "
+            "draft model of the same family"
+        )
+
+
 def draft_bytes_per_token(draft: Model | DraftHead | None, cache_dtype: jnp.dtype) -> int:
     """Bytes that the draft model's own KV cache takes for each token, over all devices."""
     if isinstance(draft, DraftHead):
@@ -73,13 +98,8 @@ def make_drafting(
         target, draft: placed on the mesh, with configs as its devices run them.
 
     Raises:
-        ValueError: it does not go with the engine's sizes, or the model's.
+        ValueError: it does not go with the model's sizes.
     """
-    if config.num_speculative_tokens >= sizes.page_size:
-        raise ValueError(
-            f"num_speculative_tokens={config.num_speculative_tokens} must be below page_size={sizes.page_size}: draft "
-            "fewer tokens, or raise --page-size"
-        )
     if config.method == "ngram":
         lookup = PromptLookup(config.longest_lookup, config.shortest_lookup)
         return Drafting(lookup, (), (), f"{config}", config.synthetic_acceptance)
@@ -97,14 +117,19 @@ def early_layers(config: SpeculativeConfig, target: Model) -> Model:
     Raises:
         ValueError: it has no layer fewer than that.
     """
-    layers = config.num_layers or max(1, target.config.num_layers // 4)
-    if layers >= target.config.num_layers:
-        raise ValueError(
-            f"speculative num_layers={layers} must be below the model's {target.config.num_layers} layers: an early exit "
-            "leaves some of them out"
-        )
+    layers = _num_early_layers(config, target.config)
     params = target.params.replace(layers=target.params.layers[:layers])  # pyright: ignore[reportAttributeAccessIssue]
     return Model(dataclasses.replace(target.config, num_layers=layers), params)
+
+
+def _num_early_layers(config: SpeculativeConfig, target: ModelConfig) -> int:
+    layers = config.num_layers or max(1, target.num_layers // 4)
+    if layers >= target.num_layers:
+        raise ValueError(
+            f"speculative num_layers={layers} must be below the model's {target.num_layers} layers: an early exit "
+            "leaves some of them out"
+        )
+    return layers
 
 
 def _model_drafting(

@@ -1,4 +1,4 @@
-"""Architectures by name, for benchmarks with random weights (`--load-format dummy`)."""
+"""Architectures by name, for benchmarks with random weights (`load_format="dummy"`)."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from jaxserve.checkpoint.draft_heads import load_draft_head
-from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER
+from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, read_manifest
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.build import build_engine, check_model_fits, make_engine_mesh, resolve_dtype
-from jaxserve.engine.build_drafting import Model
+from jaxserve.engine.build_drafting import Model, check_depth, check_draft_model
 from jaxserve.engine.capacity import check_weights_fit
 from jaxserve.engine.client import EngineClient, Replica
 from jaxserve.engine.cluster import Follower, join_cluster
@@ -43,11 +43,13 @@ def start_checkpoint_engine(
 
     def build(config: EngineConfig, replica: Replica) -> EngineClient:
         mesh = make_engine_mesh(config, replica.index)
+        target = read_manifest(folder).model_config
+        check_depth(config.speculative_config, target)
+        # What is wrong with a head, or a draft model, is told before the large weights are read.
+        draft = None if draft_folder is None else load_draft(draft_folder, config, target, progress, mesh)
+        check_draft_model(config.speculative_config, target, draft)
         check = partial(check_model_fits, config=config, mesh=mesh)
         checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check)
-        draft = (
-            None if draft_folder is None else load_draft(draft_folder, config, checkpoint.model_config, progress, mesh)
-        )
         return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft, leader)
 
     grammars = GrammarCompiler(lambda: load_tokenizer(folder / TOKENIZER_FOLDER))

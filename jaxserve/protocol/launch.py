@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def launch(
             allow_special_tokens_in_content=allow_special_tokens_in_content,
         )
         _check_pinned_length(prompts, pinned_prompt, pinned_prompt_name, config.page_size)
-    draft_folder = resolve_draft_model(config, tokenizer, progress)
+    draft_folder = resolve_draft_model(config, lambda: tokenizer, progress)
     start = partial(start_checkpoint_engine, folder, draft_folder, config)
     if engine_process is not None:
         logger.info("starting the engine in a process of its own")  # it says nothing before it has imported all
@@ -145,8 +146,11 @@ def _unservable(name: str, error: Exception) -> ValueError:
     return ValueError(f"{name}: the pinned prompt cannot be served: {error}")
 
 
-def resolve_draft_model(config: EngineConfig, tokenizer: Tokenizer, progress: Progress) -> Path | None:
+def resolve_draft_model(config: EngineConfig, tokenizer: Callable[[], Tokenizer], progress: Progress) -> Path | None:
     """The folder of the model that drafts, converted, or of the head as it is published; None: no model of its own does.
+
+    Args:
+        tokenizer: gives that of the model that is served, where a draft model must have the same tokens.
 
     Raises:
         CheckpointError: it cannot be found, or its tokens are others than those of the model that is served.
@@ -158,13 +162,13 @@ def resolve_draft_model(config: EngineConfig, tokenizer: Tokenizer, progress: Pr
         return draft_head_folder(model, progress)
     folder = converted_folder(resolve_model(model, progress), progress)
     check_files(folder, read_manifest(folder))
-    own = load_tokenizer(folder / TOKENIZER_FOLDER)
-    shared = min(own.vocab_size, tokenizer.vocab_size)
-    different = next((token for token in range(shared) if own.token_bytes(token) != tokenizer.token_bytes(token)), None)
+    own, served = load_tokenizer(folder / TOKENIZER_FOLDER), tokenizer()
+    shared = min(own.vocab_size, served.vocab_size)
+    different = next((token for token in range(shared) if own.token_bytes(token) != served.token_bytes(token)), None)
     if different is not None:
         raise CheckpointError(
             f"the draft model {model} has other tokens than the model: token {different} is "
-            f"{own.token_bytes(different)!r} in the one and {tokenizer.token_bytes(different)!r} in the other; use a draft "
+            f"{own.token_bytes(different)!r} in the one and {served.token_bytes(different)!r} in the other; use a draft "
             "model of the same family"
         )
     return folder

@@ -69,7 +69,6 @@ def test_penalties_and_min_tokens_at_a_position_know_the_drafts_before_it() -> N
 @pytest.mark.parametrize(
     ("speculative", "message"),
     [
-        (SpeculativeConfig("ngram", 4), r"num_speculative_tokens=4 must be below page_size=4: .* --page-size"),
         (SpeculativeConfig("early_exit", 2, num_layers=2), "num_layers=2 must be below the model's 2 layers"),
         (SpeculativeConfig("draft_model", 2, model="x"), "needs a draft model"),
     ],
