@@ -18,6 +18,8 @@ _COMMON_MEMORY = 0.98  # of all sequences' drafts, with each that brings some
 _FEW = 3  # steps of a kind that show what it takes
 _OUTLIER = 2.0  # a step that takes this many times as long as usual counts as this long
 _PROBE_COST = 0.01  # of all time, that is spent on seeing whether drafts would pay by now
+_LEAST_CHANCE = 0.1  # of being kept, that a draft of a row must have: less is not worth its place, and attention to it
+_LOOK_AGAIN = 32  # tokens after which a row that brings no drafts is allowed some, to see whether they would be right
 _LEAST_GAIN = 1.02  # of the throughput without drafts: they must be worth more than how well it is known
 
 
@@ -50,9 +52,9 @@ class DraftLengths:
     """Chooses the number of drafts of each step: the one that is expected to give most tokens a second, or none.
 
     What drafts bring follows from how often each sequence's were right lately, and what they cost from how long steps with
-    and without them took at that number of rows. All rows of a step may bring as many: the step is padded to that in any
-    case, and takes as long where only some do. Where drafts do not pay, one step in many brings some nevertheless, so that a
-    change is noticed; how many depends on what that costs.
+    and without them took at that number of rows. A step is padded to as many for all rows, whatever each of them brings; of
+    these a row brings those that have some chance of being kept, going by its own drafts, and perhaps none. Where drafts do
+    not pay, one step in many brings some nevertheless, so that a change is noticed; how many depends on what that costs.
 
     Args:
         lengths: numbers of drafts that are compiled, ascending.
@@ -98,6 +100,14 @@ class DraftLengths:
         self._plain_steps = 0 if length else self._plain_steps + 1
         return length
 
+    def of_rows(self, drafting: Rows[Sequence], length: int) -> list[int]:
+        """How many drafts each of the rows brings to a step for which so many were chosen, its room left aside."""
+        counts = self._of_rows(drafting, length)
+        for count in counts:
+            if not count:  # else those that are drafted for would seem to be right as often as all
+                self._common.add(length, 0, _COMMON_MEMORY)
+        return counts
+
     def saving(self, num_rows: int) -> float | None:
         """Seconds that drafts save with each token of so many rows, if all of them bring some; None: it is not known yet.
 
@@ -131,8 +141,19 @@ class DraftLengths:
     def expected_tokens(self, sequences: Rows[Sequence], length: int, num_rows: int) -> float:
         """Tokens of a row, on average, where these of the step's sequences bring so many drafts."""
         common = self._common.acceptance(_PRIOR_ACCEPTANCE)
-        drafting = sum(_tokens(sequence.draft_record.acceptance(common), length) for sequence in sequences)
+        drafting = sum(
+            _tokens(sequence.draft_record.acceptance(common), own)
+            for sequence, own in zip(sequences, self._of_rows(sequences, length), strict=True)
+        )
         return (drafting + num_rows - len(sequences)) / num_rows
+
+    def _of_rows(self, drafting: Rows[Sequence], length: int) -> list[int]:
+        if not self._adaptive:
+            return [length] * len(drafting)
+        common = self._common.acceptance(_PRIOR_ACCEPTANCE)
+        counts = [_own_length(sequence, length, common) for sequence in drafting]
+        # Where all had none, the step would show nothing of what it was chosen for.
+        return counts if any(counts) else [length] * len(drafting)
 
     def _best(self, ready: Rows[Sequence], num_rows: int, trial: Trial) -> int:
         plain = self._time(num_rows, 0)
@@ -171,6 +192,18 @@ class DraftLengths:
 def size_class(num_rows: int) -> int:
     """The same for numbers of rows up to a power of two, as they are padded: 1, 2, 3 to 4, 5 to 8, ..."""
     return (num_rows - 1).bit_length()
+
+
+def _own_length(sequence: Sequence, length: int, common: float) -> int:
+    """Drafts of a row, of so many, that its own ones of late give a chance."""
+    if sequence.num_output_launched - sequence.drafted_at >= _LOOK_AGAIN:
+        return length
+    chance = right = sequence.draft_record.found_acceptance(common)
+    count = 0
+    while count < length and chance >= _LEAST_CHANCE:
+        count += 1
+        chance *= right
+    return count
 
 
 def _tokens(right: float, length: int) -> float:

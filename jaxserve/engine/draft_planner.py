@@ -189,6 +189,7 @@ class DraftPlanner:
         """Lets some of the rows bring drafts; with the number that the step is compiled for."""
         if not length:
             return rows, 0
-        slots = {row.slot for row in drafting}
-        rows = [with_drafts(row, length, self._limits, self._pages) if row.slot in slots else row for row in rows]
+        counts = self._lengths.of_rows([row.sequence for row in drafting], length)
+        wanted = {row.slot: count for row, count in zip(drafting, counts, strict=True)}
+        rows = [with_drafts(row, wanted.get(row.slot, 0), self._limits, self._pages) for row in rows]
         return rows, length if any(row.num_drafts for row in rows) else 0

@@ -13,16 +13,23 @@ class DraftRecord:
 
     Attributes:
         tried, kept: decaying counts.
+        missing: of those tried, the ones that were looked for and not found.
     """
 
     tried: float = 0.0
     kept: float = 0.0
+    missing: float = 0.0
 
     def add(self, drafted: int, kept: int, memory: float) -> None:
         """A draft that was not found counts as a wrong one: it saved nothing either."""
         self.tried = self.tried * memory + kept + (kept < drafted or not drafted)
         self.kept = self.kept * memory + kept
+        self.missing = self.missing * memory + (not drafted)
 
     def acceptance(self, prior: float) -> float:
         """Probability that the next draft is right."""
         return (self.kept + _PRIOR_WEIGHT * prior) / (self.tried + _PRIOR_WEIGHT)
+
+    def found_acceptance(self, prior: float) -> float:
+        """The same of one that is found, where the guess counts for a single draft."""
+        return (self.kept + prior) / (self.tried - self.missing + 1)

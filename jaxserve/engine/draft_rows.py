@@ -25,6 +25,7 @@ def with_drafts(row: DecodeRow, length: int, limits: SchedulerLimits, pages: Pag
             room += limits.page_size
     count = min(count, room)
     sequence.num_drafts_in_flight += count
+    sequence.drafted_at = sequence.num_output_launched
     return row._replace(num_drafts=count)
 
 

@@ -31,6 +31,7 @@ class Sequence:
             bring several.
         num_drafts_in_flight: drafts in those steps at most: by so many `num_computed` may be too small, until they are
             fetched.
+        drafted_at: output tokens that it had when it last brought drafts.
         num_unshown: the last ones of the `num_computed` tokens, from the first on that a drafter which reads prompts has not
             been shown.
         num_known_in_flight: of the steps in flight, those whose token the host knows already, since it was forced.
@@ -58,6 +59,7 @@ class Sequence:
     num_in_flight: int = 0
     num_drafts_in_flight: int = 0
     draft_record: DraftRecord = field(default_factory=DraftRecord)  # how often its drafts were right
+    drafted_at: int = 0
     num_unshown: int = 0
     num_known_in_flight: int = 0
     forced_tokens: tuple[int, ...] = ()

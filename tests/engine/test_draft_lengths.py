@@ -33,19 +33,35 @@ class Device:
         self.seconds = 0.0
         self.tokens = 0
         self.chosen: list[int] = []
+        self.of_rows: list[list[int]] = []
 
-    def run(self, steps: int, acceptance: float) -> None:
+    def run(self, steps: int, acceptance: float | tuple[float, ...]) -> None:
+        """Args:
+        acceptance: of all rows, or of each.
+        """
+        right = acceptance if isinstance(acceptance, tuple) else (acceptance,) * len(self.sequences)
         for _ in range(steps):
             drafts = self.lengths.choose(self.sequences)
             self.chosen.append(drafts)
-            rows = tuple(DecodeRow(sequence, 0, -1, -1, drafts) for sequence in self.sequences)
+            counts = self.lengths.of_rows(self.sequences, drafts) if drafts else [0] * len(self.sequences)
+            self.of_rows.append(counts)
+            rows = tuple(
+                DecodeRow(sequence, 0, -1, -1, count) for sequence, count in zip(self.sequences, counts, strict=True)
+            )
             batch = ScheduledBatch(decode=rows, prefill=(), num_drafts=drafts)
-            kept = [next((i for i in range(drafts) if self.rng.random() >= acceptance), drafts) for _ in rows]
+            kept = [
+                next((i for i in range(count) if self.rng.random() >= chance), count)
+                for count, chance in zip(counts, right, strict=True)
+            ]
             took = PLAIN + drafts * self.seconds_per_draft
             self.seconds += took
             self.tokens += len(rows) + sum(kept)
+            for row, new in zip(rows, kept, strict=True):
+                if row.num_drafts:
+                    row.sequence.drafted_at = row.sequence.num_output_launched
+                row.sequence.token_ids += [1] * (new + 1)
             if drafts:
-                drafted = np.full(len(rows), drafts, np.int32)
+                drafted = np.array(counts, np.int32)
                 tokens = np.zeros((len(rows), drafts + 1), np.int32)
                 self.lengths.observe_tokens(batch, SampledTokens(tokens, np.array(kept, np.int32) + 1, drafted))
             self.lengths.observe_step(batch, took * self.rng.uniform(0.97, 1.03))
@@ -82,6 +98,32 @@ def test_it_is_noticed_when_drafts_become_right_and_wrong_again() -> None:
     assert device.chosen[-50:] == [4] * 50
     device.run(300, acceptance=0.0)
     assert device.chosen[-100:].count(4) < 10
+
+
+def test_each_row_drafts_as_far_as_its_own_drafts_hold() -> None:
+    device = Device(DraftLengths("test", (4,), 8), 3, seconds_per_draft=0.3e-3)
+    device.run(600, (0.95, 0.0, 0.5))
+    late = np.array([counts for counts, chosen in zip(device.of_rows, device.chosen, strict=True) if chosen][-300:])
+    assert len(late) == 300
+    good, bad, middling = late.T
+    assert np.mean(good) > 3.9
+    assert np.mean(bad > 0) < 0.1 and bad.any()  # now and then it is looked whether that has changed
+    assert 2.0 < np.mean(middling) < 3.5
+    # A row whose drafts become right is noticed, and one whose drafts become wrong.
+    device.run(300, (0.0, 0.95, 0.95))
+    good, bad, middling = np.array(device.of_rows[-100:]).T
+    assert np.mean(bad) > 3.9 and np.mean(middling) > 3.9
+    assert np.mean(good > 0) < 0.2
+
+
+def test_rows_that_draft_nothing_count_as_wrong_ones_for_what_drafts_save() -> None:
+    lengths = DraftLengths("test", (4,), 8)
+    device = Device(lengths, 8, seconds_per_draft=0.3e-3)
+    device.run(600, (0.95,) + (0.0,) * 7)
+    assert sum(map(bool, device.of_rows[-1])) <= 3
+    saving = lengths.saving(8)
+    assert saving is not None
+    assert saving < 0.5 * (PLAIN - (PLAIN + 4 * 0.3e-3) / sum(0.95**place for place in range(5)))
 
 
 def test_more_rows_than_are_compiled_bring_none() -> None:
