@@ -7,7 +7,7 @@ its `memory`, which each of its programs is given and gives back: donated device
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -64,13 +64,15 @@ class DraftStep(NamedTuple):
 
     def padded(self, fewest: int) -> DraftStep:
         """The same with so many decode rows at least."""
-        missing = (0, max(0, fewest - self.num_rows))
+        rows = max(fewest, self.num_rows)
+        missing = (0, rows - self.num_rows)
         return self._replace(
+            bucket=replace(self.bucket, decode_rows=rows),
             fields=self.fields
             | {
                 "decode_slots": jnp.pad(self.slots, missing, constant_values=self.sizes.max_num_seqs),
                 "decode_num_drafts": jnp.pad(self.wanted, missing),
-            }
+            },
         )
 
 
@@ -105,11 +107,7 @@ class Drafter(Protocol):
     def memory_specs(self) -> Any: ...
 
     def draft(self, params: Any, memory: Any, step: DraftStep) -> tuple[Any, Drafts]:
-        """Drafts `bucket.num_drafts` tokens for each decode row, of which no more count than the row wants.
-
-        Args:
-            step: perhaps with more decode rows than its bucket has.
-        """
+        """Drafts `bucket.num_drafts` tokens for each decode row, of which no more count than the row wants."""
         ...
 
     def feed(self, params: Any, memory: Any, step: DraftStep) -> Any:

@@ -40,6 +40,14 @@ class Seen(NamedTuple):
     following: Int32[Array, " prefill_rows"]
     counts: Int32[Array, " rows"]
 
+    def padded(self, num_rows: int, width: int) -> Seen:
+        """The same of a step without prompts, with so many decode rows of `width` tokens."""
+        missing = num_rows - self.counts.shape[0]
+        return self._replace(
+            features=jnp.pad(self.features, ((0, missing * width), (0, 0))),
+            counts=jnp.pad(self.counts, (0, missing), constant_values=1),
+        )
+
 
 class HeadDrafter(Drafter, Protocol):
     """A drafter that reads hidden states of the target.

@@ -38,7 +38,7 @@ class SpeculativePrograms:
 
     @property
     def fewest_rows(self) -> int:
-        """That a drafter is given; less are padded."""
+        """Rows of a product that a drafter is given; less are padded."""
         return _FEWEST_ROWS if self.mesh.devices.flat[0].platform == "gpu" else 1
 
     def draft(self, bucket: Bucket, mode: SamplingMode) -> Callable[..., tuple[Any, Drafts]]:
@@ -87,7 +87,12 @@ class SpeculativePrograms:
             with jax.named_scope("show_drafter"):
                 counts = verified[0][:, -2] if verified else jnp.ones((bucket.decode_rows,), jnp.int32)
                 seen = Seen(features=features, following=following, counts=counts)
-                return reader.observe(params, memory, self._step(state, packed, bucket, "greedy"), seen)
+                step = self._step(state, packed, bucket, "greedy")
+                if not bucket.prefill_rows:  # else there are tokens enough
+                    width = bucket.num_drafts + 1
+                    step = step.padded(-(-self.fewest_rows // width))
+                    seen = seen.padded(step.num_rows, width)
+                return reader.observe(params, memory, step, seen)
 
         specs = reader.memory_specs
         step = (_WHOLE,) * (5 if bucket.num_drafts else 4)
