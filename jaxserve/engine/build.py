@@ -343,7 +343,13 @@ def _balanced_tokens(mesh: Mesh) -> int | None:
 
 
 def _draft_lengths(config: SpeculativeConfig, buckets: Buckets) -> DraftLengths:
-    return DraftLengths(config.method, buckets.draft_lengths, buckets.drafting_rows[-1], adaptive=config.adaptive)
+    return DraftLengths(
+        config.method,
+        buckets.draft_lengths,
+        buckets.drafting_rows[-1],
+        adaptive=config.adaptive,
+        reads_states=config.method in HEAD_METHODS,
+    )
 
 
 def _place_draft(draft: Model | DraftHead, config: EngineConfig, mesh: Mesh, progress: Progress) -> Model | DraftHead:

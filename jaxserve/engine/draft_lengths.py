@@ -20,6 +20,7 @@ _OUTLIER = 2.0  # a step that takes this many times as long as usual counts as t
 _PROBE_COST = 0.01  # of all time, that is spent on seeing whether drafts would pay by now
 _LEAST_CHANCE = 0.1  # of being kept, that a draft of a row must have: less is not worth its place, and attention to it
 _LOOK_AGAIN = 32  # tokens after which a row that brings no drafts is allowed some, to see whether they would be right
+_SHOWING_SHARE = 0.05  # of a step without drafts, that showing it to a head takes until that is known
 _LEAST_GAIN = 1.02  # of the throughput without drafts: they must be worth more than how well it is known
 
 
@@ -35,8 +36,12 @@ class Trial(NamedTuple):
 
 
 @dataclass
-class _StepTime:
-    """Mean seconds of one kind of step, the latest counting most."""
+class StepTime:
+    """Mean seconds of one kind of step, the latest counting most.
+
+    Attributes:
+        count: of steps that were seen.
+    """
 
     seconds: float = 0.0
     count: int = 0
@@ -60,14 +65,25 @@ class DraftLengths:
         lengths: numbers of drafts that are compiled, ascending.
         max_rows: rows of a step with drafts at most.
         adaptive: False: every step drafts as many tokens as it can.
+        reads_states: the drafter is a head, which is shown steps without drafts too.
     """
 
-    def __init__(self, method: str, lengths: tuple[int, ...], max_rows: int, *, adaptive: bool = True) -> None:
+    def __init__(
+        self,
+        method: str,
+        lengths: tuple[int, ...],
+        max_rows: int,
+        *,
+        adaptive: bool = True,
+        reads_states: bool = False,
+    ) -> None:
+        self.reads_states = reads_states
         self._lengths = lengths
         self._max_rows = max_rows
         self._adaptive = adaptive
         self._common = DraftRecord()
-        self._times: dict[tuple[int, int], _StepTime] = {}  # by `size_class` of the number of rows, and drafts
+        # By `size_class` of the number of rows, drafts, and whether a head was shown the step.
+        self._times: dict[tuple[int, int, bool], StepTime] = {}
         self._plain_steps = 0  # since the last one with drafts
         self.counts = DraftCounts(method, lengths[-1])
 
@@ -115,17 +131,25 @@ class DraftLengths:
         """
         if not self.may_draft(num_rows):
             return -math.inf
-        plain, drafting = self._time(num_rows, 0), [self._time(num_rows, length) for length in self._lengths]
+        plain, drafting = self._plain_time(num_rows), [self._time(num_rows, length) for length in self._lengths]
         if plain is None or None in drafting:
             return None
         right = self._common.acceptance(_PRIOR_ACCEPTANCE)
         took = zip(self._lengths, drafting, strict=True)
         return plain / _LEAST_GAIN - min(seconds / _tokens(right, length) for length, seconds in took if seconds)
 
+    def showing_share(self, num_rows: int) -> float:
+        """What showing a head a step without drafts adds to it, as a share of it."""
+        if not self.reads_states:
+            return 0.0
+        shown, unshown = self._time(num_rows, 0), self._time(num_rows, 0, is_shown=False)
+        return _SHOWING_SHARE if shown is None or unshown is None else max(0.0, shown / unshown - 1)
+
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """Takes in what a step took."""
         if not batch.prefill:
-            self._times.setdefault((size_class(len(batch.decode)), batch.num_drafts), _StepTime()).add(seconds)
+            kind = size_class(len(batch.decode)), batch.num_drafts, batch.is_shown
+            self._times.setdefault(kind, StepTime()).add(seconds)
 
     def observe_tokens(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
         """Learns from what the model kept of a step's drafts."""
@@ -156,7 +180,7 @@ class DraftLengths:
         return counts if any(counts) else [length] * len(drafting)
 
     def _best(self, ready: Rows[Sequence], num_rows: int, trial: Trial) -> int:
-        plain = self._time(num_rows, 0)
+        plain = self._plain_time(num_rows)
         if plain is None or not (ready or trial.sequences):
             return 0  # costs nothing, and shows what drafts must beat
         best, best_rate = 0, _LEAST_GAIN / plain
@@ -183,9 +207,17 @@ class DraftLengths:
         length = min(losses, key=lambda length: losses[length])
         return length if self._plain_steps >= math.ceil(losses[length] / _PROBE_COST) else 0
 
-    def _time(self, num_rows: int, num_drafts: int) -> float | None:
+    def _plain_time(self, num_rows: int) -> float | None:
+        """Seconds of a step without drafts as it would be without a drafter; None: too few were seen."""
+        unshown = self._time(num_rows, 0, is_shown=False)
+        if unshown is not None:
+            return unshown
+        shown = self._time(num_rows, 0)
+        return None if shown is None else shown / (1 + self.showing_share(num_rows))
+
+    def _time(self, num_rows: int, num_drafts: int, *, is_shown: bool = True) -> float | None:
         """Seconds of a step that only decodes; None: too few were seen."""
-        known = self._times.get((size_class(num_rows), num_drafts))
+        known = self._times.get((size_class(num_rows), num_drafts, is_shown))
         return None if known is None or known.count < _FEW else known.seconds
 
 

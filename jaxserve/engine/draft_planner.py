@@ -10,6 +10,7 @@ from jaxserve.engine.draft_lengths import DraftLengths, Trial
 from jaxserve.engine.draft_rows import take_verified, with_drafts
 from jaxserve.engine.draft_showing import DraftShowing, ShowingSeconds
 from jaxserve.engine.draft_stats import SpeculativeStats
+from jaxserve.engine.head_showing import HeadShowing
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.schedule import DecodeRow, PrefillChunk, SampledTokens, ScheduledBatch
@@ -58,6 +59,7 @@ class DraftPlanner:
         self._limits = limits
         self._pages = pages
         self._showing = None if showing_seconds is None else DraftShowing(lengths, showing_seconds)
+        self._head = HeadShowing(lengths) if lengths.reads_states else None
         self._backlog = DraftBacklog(limits, pages)
 
     @property
@@ -70,6 +72,8 @@ class DraftPlanner:
             return self._plan_prompts(decode, prefill)
         if not decode:
             return DraftPlan(decode)
+        if self._head is not None:
+            return self._plan_with_head(decode, self._head)
         if self._showing is None:
             length = self._lengths.choose([row.sequence for row in decode])
             return DraftPlan(*self._with_drafts(decode, decode, length))
@@ -98,15 +102,29 @@ class DraftPlanner:
         # Where each step with drafts is one that some row catches up for, there is nothing else to learn from. What that
         # took is an estimate: where it is too high, the rest of the step must not seem to take nothing.
         catching_up = self._seconds([len(chunk.token_ids) for group in batch.catch_up for chunk in group])
+        if self._head is not None:
+            self._head.observe_step(batch, seconds)
         self._lengths.observe_step(batch, max(_LEAST_SHARE * seconds, seconds - catching_up))
 
     def _plan_prompts(self, decode: list[DecodeRow], prefill: list[PrefillChunk]) -> DraftPlan:
+        num_tokens = sum(len(chunk.token_ids) for chunk in prefill)
+        if self._head is not None:
+            return DraftPlan(decode, is_shown=self._head.shows_prompts(len(decode), len(prefill), num_tokens))
         if self._showing is None:
             return DraftPlan(decode)
-        num_tokens = sum(len(chunk.token_ids) for chunk in prefill)
         is_shown = self._showing.shows(len(decode), len(prefill), num_tokens)
         self._backlog.count_prompts(decode, prefill, is_shown=is_shown)
         return DraftPlan(decode, is_shown=is_shown)
+
+    def _plan_with_head(self, rows: list[DecodeRow], head: HeadShowing) -> DraftPlan:
+        """Drafts for all, if the head was shown what came before them."""
+        may_draft, is_shown = head.shows_decoding(len(rows))
+        drafting = rows if may_draft else []
+        length = self._lengths.choose([row.sequence for row in drafting], len(rows) - len(drafting))
+        rows, num_drafts = self._with_drafts(rows, drafting, length)
+        sequences = [row.sequence for row in drafting] if num_drafts else []
+        head.count_decoding(len(rows), self._lengths.expected_tokens(sequences, num_drafts, len(rows)))
+        return DraftPlan(rows, num_drafts, is_shown=is_shown)
 
     def _plan_decoding(self, rows: list[DecodeRow], showing: DraftShowing) -> DraftPlan:
         """Drafts for those who can, and for those who are worth being shown what they miss."""

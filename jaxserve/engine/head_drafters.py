@@ -1,8 +1,8 @@
 """Drafters that read the target's hidden states: EAGLE, EAGLE-3 and Medusa heads.
 
-After each step, when its tokens are drawn, a head is shown the hidden states of all tokens that count: `observe`. So it
-keeps up with every sequence, prompts included, and the hidden state that its next draft begins with is there before the
-host knows of it.
+After a step, when its tokens are drawn, a head is shown the hidden states of all tokens that count: `observe`. So it keeps
+up with every sequence, prompts included, and the hidden state that its next draft begins with is there before the host
+knows of it. Steps that the scheduler does not have shown leave gaps in what it has seen.
 """
 
 from __future__ import annotations

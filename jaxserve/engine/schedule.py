@@ -53,7 +53,8 @@ class ScheduledBatch:
     Attributes:
         copies: pages that go to host memory or come back from there, in this order, before the step.
         num_drafts: for which its program is made, at least that of each row; 0: a step without drafts.
-        is_shown: whether a drafter that reads prompts is shown the step's, if it has any.
+        is_shown: whether a drafter that reads prompts is shown the step's, if it has any; and one that reads hidden states
+            those of all its tokens.
         catch_up: tokens of decode rows that such a drafter has not seen, and is shown before the step, one group after the
             other; each fits a step.
     """

@@ -228,7 +228,7 @@ class Speculator:
         features: jax.Array | None,
         verified: jax.Array,
     ) -> None:
-        """Shows a step whose tokens are drawn to the drafter, if it reads hidden states.
+        """Shows a step whose tokens are drawn to the drafter, if it reads hidden states and is to see these.
 
         Args:
             state: after the step.
@@ -236,7 +236,7 @@ class Speculator:
             features: of the step's `ForwardResult`.
             verified: as `pack_verified` has it; not looked at without drafts.
         """
-        if self._drafting.reader is None:
+        if self._drafting.reader is None or not batch.is_shown:
             return
         following = np.zeros(bucket.prefill_rows, np.int32)
         for row, chunk in enumerate(batch.prefill):

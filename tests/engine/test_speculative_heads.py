@@ -13,6 +13,8 @@ import pytest
 
 from jaxserve.engine.build_heads import check_head, head_specs, random_head
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.head_showing import HeadShowing
 from jaxserve.engine.speculative_programs import SpeculativePrograms
 from jaxserve.models.batch import Batch
 from jaxserve.models.draft_head import DraftHead
@@ -207,6 +209,35 @@ def test_a_head_of_another_model_is_refused_with_both_numbers() -> None:
         check_head(dataclasses.replace(config, num_speculative_tokens=4), MODEL_CONFIG, head)
     with pytest.raises(ValueError, match="'eagle' takes no head of kind 'medusa'"):
         check_head(dataclasses.replace(config, method="eagle"), MODEL_CONFIG, head)
+
+
+def test_a_head_that_was_not_shown_all_drafts_on_and_the_text_stays(
+    target: LlamaParams, texts: list[Text], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided = [True]
+
+    def decide() -> bool:
+        """By turns, some steps are shown and some are not."""
+        decided.append(len(decided) % 12 > 5)
+        return decided[-1]
+
+    def decide_decoding(*_: object) -> tuple[bool, bool]:
+        before, now = decided[-1], decide()
+        return before and now, now
+
+    monkeypatch.setattr(HeadShowing, "shows_prompts", lambda *_: decide())
+    monkeypatch.setattr(HeadShowing, "shows_decoding", decide_decoding)
+    config = SpeculativeConfig("eagle", DRAFTS, model="of the test")
+    lengths = DraftLengths("eagle", (DRAFTS,), 3, adaptive=False, reads_states=True)
+    with lean_engine(config, eagle_head(target), params=target, lengths=lengths) as engine:
+        for text in texts:
+            prompt = text.tokens[: text.num_known].tolist()
+            said = ask(engine, prompt, greedy(max_tokens=LENGTH - len(prompt)))
+            assert said == text.tokens[text.num_known :].tolist()
+        stats = engine.stats().speculative
+    assert stats is not None
+    assert stats.num_drafts > 5
+    assert stats.num_accepted_tokens > 0.2 * stats.num_draft_tokens
 
 
 @pytest.mark.long

@@ -1,0 +1,111 @@
+"""Heads are shown steps only where their drafts are worth it: whole loads in simulated time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.schedule import SampledTokens, ScheduledBatch
+from jaxserve.engine.simulator import LLAMA_8B_ON_H200, SimulatedRequest, SimulationResult, Simulator, simulated_tokens
+from tests.engine.drafting_model import DRAFTS, prompts
+from tests.engine.test_draft_simulation import limits
+
+SHARE = 0.04  # of a step, that showing it takes: the head is one layer, beside 32
+PER_DRAFT = 0.25e-3
+
+
+class HeadModel:
+    """A device with a head, whose drafts are right with some probability where it was shown the step before.
+
+    Attributes:
+        batches: every step that was simulated.
+    """
+
+    def __init__(self, acceptance: float | None) -> None:
+        self.acceptance = acceptance  # None: there is no head
+        self.batches: list[ScheduledBatch] = []
+        self._rng = random.Random(3)
+
+    def seconds(self, batch: ScheduledBatch) -> float:
+        seconds = LLAMA_8B_ON_H200.seconds(batch)
+        if self.acceptance is not None:
+            seconds *= 1 + SHARE * batch.is_shown
+            seconds += batch.num_drafts * (PER_DRAFT + 6e-6 * len(batch.decode))
+            if batch.num_drafts:
+                assert batch.is_shown and self.batches[-1].is_shown
+        self.batches.append(batch)
+        return seconds * (1 + 0.05 * self._rng.random() ** 2)
+
+    def sample(self, batch: ScheduledBatch) -> SampledTokens:
+        if not batch.num_drafts or self.acceptance is None:
+            return simulated_tokens(batch)
+        tokens = np.full((len(batch.decode), batch.num_drafts + 1), 10, np.int32)
+        counts = []
+        for row in batch.decode:
+            wrong = (i for i in range(row.num_drafts) if self._rng.random() >= self.acceptance)
+            counts.append(next(wrong, row.num_drafts) + 1)
+        drafted = np.array([row.num_drafts for row in batch.decode], np.int32)
+        return SampledTokens(tokens, np.array(counts, np.int32), drafted)
+
+
+def simulated(
+    trace: list[SimulatedRequest], seqs: int, acceptance: float | None, *, adaptive: bool = True
+) -> tuple[SimulationResult, HeadModel]:
+    device = HeadModel(acceptance)
+    lengths = DraftLengths("eagle", (DRAFTS,), 64, adaptive=adaptive, reads_states=True)
+    drafting = None if acceptance is None else lengths
+    return Simulator(limits(seqs), device, drafting=drafting, sample=device.sample).run(trace), device
+
+
+def mean_time_per_token(result: SimulationResult) -> float:
+    return float(np.mean([gap for course in result.courses for gap in course.inter_token_times]))
+
+
+@pytest.mark.parametrize("seqs", [1, 8, 64])
+@pytest.mark.parametrize("acceptance", [0.0, 0.1])
+def test_heads_that_are_wrong_cost_less_than_two_hundredths(seqs: int, acceptance: float) -> None:
+    trace = prompts(4 * seqs + 4, 600, 1000)
+    plain, _ = simulated(trace, seqs, None)
+    adaptive, device = simulated(trace, seqs, acceptance)
+    assert adaptive.seconds < 1.02 * plain.seconds
+    assert mean_time_per_token(adaptive) < 1.02 * mean_time_per_token(plain)
+    shown = [batch.is_shown for batch in device.batches]
+    assert sum(shown) < 0.2 * len(shown) and any(shown[-300:])  # now and then it is looked whether that has changed
+
+
+def test_where_prompts_leave_few_steps_to_draft_in_it_is_as_fast_as_without() -> None:
+    trace = prompts(300, 600, 60)
+    plain, _ = simulated(trace, 64, None)
+    adaptive, _ = simulated(trace, 64, 0.5)
+    assert adaptive.seconds < 1.02 * plain.seconds
+
+
+@pytest.mark.parametrize("seqs", [1, 8])
+def test_heads_that_are_right_are_shown_everything(seqs: int) -> None:
+    trace = prompts(6 * seqs, 600, 200)
+    plain, _ = simulated(trace, seqs, None)
+    always, _ = simulated(trace, seqs, 0.8, adaptive=False)
+    adaptive, device = simulated(trace, seqs, 0.8)
+    assert always.seconds < 0.7 * plain.seconds
+    assert adaptive.seconds < 1.02 * always.seconds
+    assert np.mean([batch.is_shown for batch in device.batches]) > 0.95
+
+
+def test_heads_draft_again_when_they_become_right() -> None:
+    trace = [replace(request, num_output=4000) for request in prompts(4, 600, 200)]
+    plain, _ = simulated(trace, 4, None)
+    device = HeadModel(0.0)
+
+    def turn(batch: ScheduledBatch) -> None:
+        if len(device.batches) == 1500:
+            device.acceptance = 0.8
+
+    lengths = DraftLengths("eagle", (DRAFTS,), 64, reads_states=True)
+    result = Simulator(limits(4), device, drafting=lengths, sample=device.sample, on_step=turn).run(trace)
+    assert result.seconds < 0.8 * plain.seconds
+    assert all(batch.is_shown for batch in device.batches[-200:])
+    assert np.mean([batch.num_drafts > 0 for batch in device.batches[-200:]]) > 0.9
