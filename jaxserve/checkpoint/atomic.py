@@ -42,6 +42,14 @@ def made_aside(destination: Path) -> Iterator[Path]:
         remove(aside)
 
 
+def require_free_name(destination: Path, source: Path) -> None:
+    """Raises CheckpointError if a folder is there already, or would lie in the one that it is made from."""
+    if destination.exists() or destination.is_symlink():
+        raise CheckpointError(f"{destination} exists: remove it or choose another folder")
+    if source.resolve() in destination.resolve().parents:
+        raise CheckpointError(f"{destination} lies inside {source}, which is only read: choose another folder")
+
+
 def remove_leftovers(destination: Path) -> None:
     """Remove what killed processes left beside `destination`. Call it only while no other process can be making it."""
     for leftover in destination.parent.glob(f".{destination.name}.*{_SUFFIX}"):

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.atomic import require_space
-from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.atomic import require_free_name, require_space
 from jaxserve.checkpoint.manifest import (
     FORMAT_VERSION,
     ORIGINAL_FOLDER,
@@ -94,8 +93,7 @@ def convert(
         CheckpointError: if the source is not usable, the destination exists, or the disk is full.
     """
     source, destination = Path(source), Path(destination)
-    if destination.exists() or destination.is_symlink():
-        raise CheckpointError(f"{destination} exists: remove it or choose another folder")
+    require_free_name(destination, source)
     with open_model(source, dtype) as model:
         if model.ignored:
             logger.warning("%s: ignored, as nothing of a model that is read: %s", source, ", ".join(model.ignored))

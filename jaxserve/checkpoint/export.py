@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxserve.checkpoint.assemble import transposed
-from jaxserve.checkpoint.atomic import made_aside, require_space
+from jaxserve.checkpoint.atomic import made_aside, require_free_name, require_space
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.families import Family, family_of_architecture
 from jaxserve.checkpoint.hf_config_write import hf_config_from_model
@@ -56,8 +56,7 @@ def export(source: str | Path, destination: str | Path, *, progress: Progress) -
         CheckpointError: if the source is not usable or was quantized, the destination exists, or the disk is full.
     """
     source, destination = Path(source), Path(destination)
-    if destination.exists() or destination.is_symlink():
-        raise CheckpointError(f"{destination} exists: remove it or choose another folder")
+    require_free_name(destination, source)
     if not is_converted(source):
         raise CheckpointError(f"{source} is no converted checkpoint: `jaxserve convert` makes one")
     manifest = read_manifest(source)

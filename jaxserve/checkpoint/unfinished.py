@@ -16,7 +16,7 @@ import filelock
 from jaxserve.checkpoint.atomic import disk_message, flush, flush_folder, remove
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import WEIGHTS_FOLDER, ArrayInfo, file_sizes
-from jaxserve.checkpoint.tokenizer_files import read_json
+from jaxserve.checkpoint.tokenizer_files import error_line, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -40,32 +40,43 @@ class UnfinishedFolder:
             origin: what is converted, and how: hashes of its files, dtype, quantization; JSON's types only.
 
         Raises:
-            CheckpointError: if the earlier run had another origin.
+            CheckpointError: if the earlier run had another origin, or what it left is not readable, or elsewhere.
         """
         self.path, self.weights = path, path / WEIGHTS_FOLDER
         self.finished: dict[str, dict[str, ArrayInfo]] = {}
+        self._files: dict[str, dict[str, int]] = {}  # sizes of each finished piece's
         self._origin = dict(origin)
         if (path / _STATE_FILE).exists():
-            earlier = read_json(path / _STATE_FILE)
-            if earlier.get("origin") != self._origin:
-                raise CheckpointError(
-                    f"{path} is an unfinished conversion of another model or with other options: remove it, or convert "
-                    "without --resume"
-                )
-            self.finished = {
-                piece: {name: ArrayInfo.from_json(info) for name, info in arrays.items()}
-                for piece, arrays in earlier.get("finished", {}).items()
-            }
+            self._take_over(read_json(path / _STATE_FILE))
+        _refuse_link(self.weights)
         self.weights.mkdir(exist_ok=True)
         for entry in list(self.weights.iterdir()):
             if entry.name not in self.finished:
                 remove(entry)
         self._write_state()
 
+    def _take_over(self, earlier: Mapping[str, Any]) -> None:
+        """Pieces whose files are no longer as they were written are not finished."""
+        if earlier.get("origin") != self._origin:
+            raise CheckpointError(
+                f"{self.path} is an unfinished conversion of another model or with other options: remove it, or convert "
+                "without --resume"
+            )
+        try:
+            for piece, arrays in earlier["finished"].items():
+                files = earlier["files"][piece]
+                if file_sizes(self.weights / piece) == files:
+                    self.finished[piece] = {name: ArrayInfo.from_json(info) for name, info in arrays.items()}
+                    self._files[piece] = files
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.path / _STATE_FILE} is damaged ({error_line(error)}): convert without --resume"
+            ) from error
+
     def add_finished(self, piece: str, arrays: dict[str, ArrayInfo]) -> None:
         """Note that a piece is written, so that it is not written again."""
         flush(self.weights / piece)
-        self.finished[piece] = arrays
+        self.finished[piece], self._files[piece] = arrays, file_sizes(self.weights / piece)
         self._write_state()
 
     def written_files(self) -> dict[str, int]:
@@ -79,7 +90,8 @@ class UnfinishedFolder:
             piece: {name: dataclasses.asdict(info) for name, info in arrays.items()}
             for piece, arrays in self.finished.items()
         }
-        aside.write_text(json.dumps({"origin": self._origin, "finished": finished}), encoding="utf-8")
+        written = {"origin": self._origin, "finished": finished, "files": self._files}
+        aside.write_text(json.dumps(written), encoding="utf-8")
         flush(aside)
         aside.replace(state)
         flush_folder(self.path)
@@ -98,6 +110,7 @@ def unfinished_folder(destination: Path, origin: Mapping[str, Any], *, resume: b
         CheckpointError: if another process is at it, the destination exists, or the file system refuses.
     """
     path = unfinished_path(destination)
+    _refuse_link(path)
     lock = filelock.FileLock(path / _LOCK_FILE, timeout=0)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -123,6 +136,12 @@ def unfinished_folder(destination: Path, origin: Mapping[str, Any], *, resume: b
 
 def unfinished_path(destination: Path) -> Path:
     return destination.parent / f".{destination.name}.convert.partial"
+
+
+def _refuse_link(path: Path) -> None:
+    """What is not finished is removed, and that may be nothing that lies elsewhere."""
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a link, and conversion removes what is in that folder: remove the link")
 
 
 def _clear(path: Path) -> None:

@@ -135,6 +135,32 @@ def test_half_a_piece_is_written_again(source: Path, killed: Path, tmp_path: Pat
     assert_equal_folders(killed, tmp_path / "fresh")
 
 
+@pytest.mark.parametrize("damage", ["removed", "cut"])
+def test_a_finished_piece_that_is_no_longer_whole_is_written_again(
+    source: Path, killed: Path, tmp_path: Path, damage: str
+) -> None:
+    piece = unfinished_path(killed) / "weights" / "layer_000"
+    if damage == "removed":
+        shutil.rmtree(piece)
+    else:
+        file = max((piece / "d").iterdir(), key=lambda path: path.stat().st_size)
+        file.write_bytes(file.read_bytes()[:-9])
+    convert(source, killed, progress=NoProgress(), resume=True)
+    convert(source, tmp_path / "fresh", progress=NoProgress())
+    assert_equal_folders(killed, tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("state", ["", "[]", '{"finished": []}', '{"finished": {"layer_000": 5}}'])
+def test_a_damaged_state_is_told_on_one_line(source: Path, killed: Path, state: str) -> None:
+    path = unfinished_path(killed) / "conversion.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written | json.loads(state)) if state.startswith("{") else state)
+    with pytest.raises(CheckpointError, match=r"conversion\.json") as caught:
+        convert(source, killed, progress=NoProgress(), resume=True)
+    assert "\n" not in str(caught.value)
+    assert not killed.exists()
+
+
 def test_without_resume_it_starts_over_and_says_so(
     source: Path, killed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
