@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # usable without i
 import jax
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.assemble import expected_shapes
@@ -89,7 +90,7 @@ def main() -> None:
     try:
         made = make_source(source, config)
         for quantization in arguments.quantization:
-            result = {"model": arguments.model, "quantization": quantization, **made}
+            result = {"model": arguments.model, "quantization": quantization, "orbax": ocp.__version__, **made}
             result |= measured(source, arguments.folder / quantization, config, arguments)
             for name, value in result.items():
                 print(f"{name:32s} {value:.3f}" if isinstance(value, float) else f"{name:32s} {value}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import os
@@ -171,7 +172,10 @@ class _EndsTogether(ocp.type_handlers.TypeHandler):
 
 class _NumpyHandler(_EndsTogether, ocp.type_handlers.NumpyHandler):
     def __init__(self) -> None:
-        super().__init__(deepcopy_host_arrays=False)  # nobody changes them meanwhile
+        # Nobody changes the arrays meanwhile. Versions before 0.12.8, which a script may find where jaxserve is not
+        # installed, cannot be told so: they take a copy of a piece.
+        can_be_told = "deepcopy_host_arrays" in inspect.signature(super().__init__).parameters
+        super().__init__(**({"deepcopy_host_arrays": False} if can_be_told else {}))
         self._writes: list[Any] = []
         self._one_at_a_time = threading.Lock()
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint.type_handlers import NumpyHandler
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
@@ -28,6 +29,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("orbax")
     source = write_tiny_llama(root / "source", vocab_size=260, tie_word_embeddings=False, attention_bias=True)
     return convert(source, root / "converted", progress=NoProgress())
+
+
+def test_an_orbax_that_always_copies_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As versions before 0.12.8, whose handler has no switch for it."""
+    known = NumpyHandler.__init__
+    monkeypatch.setattr(NumpyHandler, "__init__", lambda self, metadata_key=None: known(self, metadata_key))
+    source = write_tiny_llama(tmp_path / "source", num_hidden_layers=1)
+    folder = convert(source, tmp_path / "converted", progress=NoProgress())
+    load_checkpoint(folder, "float32", NoProgress())
 
 
 def test_dtype_that_is_asked_for_spares_the_norms(folder: Path) -> None:
