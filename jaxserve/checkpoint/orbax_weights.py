@@ -174,8 +174,10 @@ class _NumpyHandler(_EndsTogether, ocp.type_handlers.NumpyHandler):
     def __init__(self) -> None:
         # Nobody changes the arrays meanwhile. Versions before 0.12.8, which a script may find where jaxserve is not
         # installed, cannot be told so: they take a copy of a piece.
-        can_be_told = "deepcopy_host_arrays" in inspect.signature(super().__init__).parameters
-        super().__init__(**({"deepcopy_host_arrays": False} if can_be_told else {}))
+        if "deepcopy_host_arrays" in inspect.signature(super().__init__).parameters:
+            super().__init__(deepcopy_host_arrays=False)
+        else:
+            super().__init__()
         self._writes: list[Any] = []
         self._one_at_a_time = threading.Lock()
 
