@@ -13,7 +13,7 @@ from jaxserve.bench.client_processes import ProcessTarget, make_client
 from jaxserve.bench.endpoint import EndpointOptions, first_model
 from jaxserve.bench.http_target import HttpTarget
 from jaxserve.bench.records import RunResult, Summary, format_table
-from jaxserve.bench.results import folder_of, write_environment, write_one_file
+from jaxserve.bench.results import make_folder, write_environment, write_one_file
 from jaxserve.bench.run import BenchOptions, run_loads
 from jaxserve.bench.workload import Prompts
 
@@ -41,6 +41,7 @@ def measure_endpoint(
 
     There is no floor beside the figures: what the endpoint runs on is not known here.
     """
+    folder = make_folder(output)
     first = _FIRST_TOKEN_ID if vocab_size > 4 * _FIRST_TOKEN_ID else 0
     prompts = Prompts(vocab_size, first=first, longest=options.workload.longest)
     model = endpoint.model or first_model(endpoint)
@@ -64,7 +65,6 @@ def measure_endpoint(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
     }
-    folder = folder_of(output)
     try:
         if folder is not None:
             write_environment(folder, environment)

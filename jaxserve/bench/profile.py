@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
 import time
@@ -108,11 +109,9 @@ def profile_decode(
         ValueError: the engine has no room for them.
         TimeoutError: it takes longer than `timeout` seconds.
     """
-    if context + num_steps >= engine.max_model_len or concurrency > (engine.config.max_num_seqs or concurrency):
-        raise ValueError(
-            f"{concurrency} sequences of {context + num_steps} tokens do not fit "
-            f"max_num_seqs={engine.config.max_num_seqs} and max_model_len={engine.max_model_len}"
-        )
+    check_room(
+        concurrency, context + num_steps, max_num_seqs=engine.config.max_num_seqs, max_model_len=engine.max_model_len
+    )
     task = Task(context, min(engine.max_model_len - context, _LONGEST_OUTPUT))
     target = InProcessTarget(engine, Prompts(engine.model_config.vocab_size, longest=context), temperature=0.0)
     stopping = threading.Event()
@@ -145,6 +144,19 @@ def profile_decode(
         seconds,
         context + decoded % task.output,
     )
+
+
+def check_room(concurrency: int, tokens: int, *, max_num_seqs: int | None, max_model_len: int | None) -> None:
+    """As far as the limits are known.
+
+    Raises:
+        ValueError: so many sequences of so many tokens do not fit.
+    """
+    if tokens >= (max_model_len or math.inf) or concurrency > (max_num_seqs or math.inf):
+        raise ValueError(
+            f"{concurrency} sequences of {tokens} tokens do not fit {max_num_seqs=} and {max_model_len=}: raise these, "
+            "or ask for less"
+        )
 
 
 def _options() -> jax.profiler.ProfileOptions:

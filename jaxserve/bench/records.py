@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -25,8 +26,8 @@ class Load:
     value: float
 
     def __post_init__(self) -> None:
-        if self.value <= 0:
-            raise ValueError(f"{self.kind}={self.value:g} must be positive")
+        if not 0 < self.value < math.inf:
+            raise ValueError(f"{self.kind}={self.value:g} must be positive and finite")
 
     @property
     def label(self) -> str:

@@ -8,6 +8,7 @@ concurrency-8.summary.json   the figures; written last: where it is, the load is
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -73,9 +74,23 @@ class Series:
         return [point for point in self.points if point.summary.load.kind == kind]
 
 
-def folder_of(output: Path | None) -> Path | None:
-    """The folder to write to, or None where one file or nothing is to be written."""
-    return None if output is None or output.suffix == ".json" else output
+def make_folder(output: Path | None) -> Path | None:
+    """The folder to write to, or None where one file or nothing is to be written.
+
+    It is made here, and a file's own folder too: what stands in the way is told before anything is measured.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    if output is None:
+        return None
+    if output.suffix == ".json":
+        if output.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(output))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return None
+    output.mkdir(parents=True, exist_ok=True)
+    return output
 
 
 def is_done(folder: Path, load: Load) -> bool:

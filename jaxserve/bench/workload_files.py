@@ -48,7 +48,7 @@ def read_sharegpt(path: str, count_tokens: Callable[[str], int]) -> tuple[Task, 
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
     if not isinstance(entries, list):
         raise ValueError(f"{path} is not in ShareGPT's format: it holds no list of conversations")

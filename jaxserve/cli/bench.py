@@ -178,13 +178,13 @@ def measure_model(
     from jaxserve.bench.in_own_process import measure_in_own_process, start_remote_engine
     from jaxserve.bench.model_run import ModelRun, measure
     from jaxserve.bench.records import format_table
-    from jaxserve.bench.results import folder_of, write_one_file
+    from jaxserve.bench.results import make_folder, write_one_file
     from jaxserve.engine.engine_process import ProcessSetup
     from jaxserve.engine.process_choice import has_own_process
 
     if http_client is not None:
         check_packages(http_client)  # before minutes of compiling
-    config, folder = engine_config(settings), folder_of(output)
+    config, folder = engine_config(settings), make_folder(output)
     only_over_http = http_client is not None and bench_options.workload.needs_text
     run = ModelRun(
         model, name or model, _command(), bench_options, temperature, show, folder, loads_in_process=not only_over_http
@@ -248,8 +248,8 @@ def parse_loads(
             trace_speed = 1.0
         else:
             concurrency = DEFAULT_CONCURRENCY
-    held = options.parse_counts(concurrency, "--concurrency") if concurrency else ()
-    rates = options.parse_numbers(request_rate, "--request-rate") if request_rate else ()
+    held = options.parse_counts(concurrency, "--concurrency") if concurrency is not None else ()
+    rates = options.parse_numbers(request_rate, "--request-rate") if request_rate is not None else ()
     loads = [*(Load("concurrency", value) for value in held), *(Load("rate", value) for value in rates)]
     if trace_speed is not None:
         loads.append(Load("trace", trace_speed))

@@ -11,13 +11,26 @@ import typer
 from jaxserve.cli import bench_options as options
 from jaxserve.cli.errors import EXIT_FAILURE, reported_errors
 from jaxserve.cli.logs import configure_logging
-from jaxserve.cli.options import DTypeName, PrefixCaching, SyntheticAcceptance, Verbose
+from jaxserve.cli.options import (
+    DTypeName,
+    KVCacheDTypeName,
+    PrefixCaching,
+    QuantizationName,
+    SyntheticAcceptance,
+    Verbose,
+    read_speculative_config,
+)
+from jaxserve.config import EngineConfig
 
 SWEEP_CONCURRENCY = "1,4,8,10,16,20,30,64"
 
 SloTpot = Annotated[
     float | None,
-    typer.Option(metavar="MS", help="Say which configuration gives most while a token takes no longer than this."),
+    typer.Option(
+        metavar="MS",
+        callback=options.positive,
+        help="Say which configuration gives most while a token takes no longer than this.",
+    ),
 ]
 Title = Annotated[str, typer.Option(metavar="TEXT", help="Of the report.")]
 
@@ -51,7 +64,10 @@ def sweep(
     client: options.ClientName = "own",
     client_processes: options.ClientProcesses = 1,
     max_devices: Annotated[
-        int | None, typer.Option(metavar="COUNT", help="Leave combinations out that need more devices.")
+        int | None,
+        typer.Option(
+            metavar="COUNT", callback=options.at_least_one, help="Leave combinations out that need more devices."
+        ),
     ] = None,
     concurrency: options.Concurrency = None,
     request_rate: options.RequestRate = None,
@@ -65,8 +81,8 @@ def sweep(
     max_num_batched_tokens: Annotated[int | None, typer.Option(metavar="COUNT", help="Tokens of a step.")] = None,
     max_model_len: Annotated[int | None, typer.Option(metavar="COUNT", help="Longest sequence in tokens.")] = None,
     enable_prefix_caching: PrefixCaching = False,
-    quantization: Annotated[str | None, typer.Option(metavar="NAME", help="Of the weights.")] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(metavar="NAME", help="Of the KV cache.")] = None,
+    quantization: QuantizationName = None,
+    kv_cache_dtype: KVCacheDTypeName = "auto",
     dtype: DTypeName = "auto",
     slo_tpot_ms: SloTpot = None,
     title: Title = "Throughput against latency",
@@ -74,6 +90,7 @@ def sweep(
         float | None,
         typer.Option(
             metavar="SECONDS",
+            callback=options.positive,
             help="End after so long with a report of what is done; the same command goes on from there. Unset: when all is.",
         ),
     ] = None,
@@ -82,6 +99,7 @@ def sweep(
     """Measure several configurations at the same loads, and write records, charts and a report into one folder."""
     configure_logging(verbose)
     with reported_errors(verbose):
+        from jaxserve.bench.run import BenchOptions
         from jaxserve.bench.sweep import Outcome, plan, run_sweep
         from jaxserve.bench.workload import load_workload
         from jaxserve.cli.bench import parse_loads
@@ -91,8 +109,19 @@ def sweep(
         if concurrency is None and request_rate is None and trace_speed is None and not has_arrivals:
             concurrency = SWEEP_CONCURRENCY
         loads = parse_loads(concurrency, request_rate, trace_speed, has_arrivals=has_arrivals)
+        # All that each run would check as well, after it was started.
+        BenchOptions(chosen, loads, num_requests, rounds, timeout)
         if extra_body:
             options.parse_json_object(extra_body, "--extra-body")
+        for name in model or []:
+            _check_model(name)
+        for text in speculative_config or [None]:
+            speculation = None if text is None else read_speculative_config(text, speculative_synthetic_acceptance)
+            EngineConfig(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
+                quantization=quantization, kv_cache_dtype=kv_cache_dtype, speculative_config=speculation,
+                load_format="auto" if speculative_synthetic_acceptance is None else "dummy",
+            )  # fmt: skip
         over_http = chosen.needs_text
         asked = {
             "--endpoint-devices": endpoint_devices, "--served-model-name": served_model_name,
@@ -117,7 +146,8 @@ def sweep(
             "--workload": workload, "--num-requests": num_requests, "--rounds": rounds, "--temperature": temperature,
             "--timeout": timeout, "--max-num-seqs": max_num_seqs, "--max-num-batched-tokens": max_num_batched_tokens,
             "--max-model-len": max_model_len,
-            "--quantization": quantization, "--kv-cache-dtype": kv_cache_dtype, "--dtype": dtype,
+            "--quantization": quantization, "--kv-cache-dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
+            "--dtype": dtype,
         }  # fmt: skip
         _check_charts()
         outcome = run_sweep(
@@ -131,6 +161,22 @@ def sweep(
             typer.echo(f"not done yet: {', '.join(outcome.unfinished)}; the same command goes on from here", err=True)
         if outcome != Outcome():
             raise typer.Exit(EXIT_FAILURE)
+
+
+def _check_model(model: str) -> None:
+    """Raises:
+    ValueError: there is no such model, or a file that describes none.
+    """
+    from jaxserve.models.presets import is_preset, preset_config, preset_names
+
+    if is_preset(model):
+        preset_config(model)
+        return
+    from jaxserve.checkpoint.source import KNOWN_MODELS, is_fetched
+
+    if not is_fetched(model) and not Path(model).expanduser().exists():
+        names = ", ".join((*preset_names(), *KNOWN_MODELS))
+        raise ValueError(f"unknown model {model!r}: give one of {names}, a JSON file, a local folder, or hf:ORG/NAME")
 
 
 def _flags(values: dict[str, object]) -> list[str]:

@@ -45,10 +45,9 @@ def inspect(
     with reported_errors(verbose):
         # Here and not at the top: it brings jax, which --help need not wait for.
         from jaxserve.checkpoint.inspection import device_memory, inspect_architecture, inspect_checkpoint
-        from jaxserve.models.presets import is_preset, preset_config, preset_names
+        from jaxserve.models.presets import is_preset, preset_config
 
-        is_local = model in preset_names() and Path(model).exists()  # then `jaxserve serve` would take that
-        if is_preset(model) and not is_local:
+        if is_preset(model):
             config = _quantized(preset_config(model), quantization)
             inspection = inspect_architecture(model, config, dtype)
         else:

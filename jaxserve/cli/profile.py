@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli.bench_options import parse_counts
+from jaxserve.cli.bench_options import at_least_one, parse_counts
 from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
 from jaxserve.cli.options import (
@@ -27,11 +27,17 @@ from jaxserve.progress_display import progress_on
 
 def profile(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for `jaxserve bench`.")],
-    concurrency: Annotated[int, typer.Option(metavar="COUNT", help="Sequences that decode.")] = 1,
-    context: Annotated[int, typer.Option(metavar="TOKENS", help="In the cache of each of them, at the start.")] = 400,
-    steps: Annotated[int, typer.Option(metavar="COUNT", help="That are traced.")] = 20,
+    concurrency: Annotated[
+        int, typer.Option(metavar="COUNT", callback=at_least_one, help="Sequences that decode.")
+    ] = 1,
+    context: Annotated[
+        int, typer.Option(metavar="TOKENS", callback=at_least_one, help="In the cache of each of them, at the start.")
+    ] = 400,
+    steps: Annotated[int, typer.Option(metavar="COUNT", callback=at_least_one, help="That are traced.")] = 20,
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="For the trace.")] = Path("profile"),
-    kernels: Annotated[int, typer.Option(metavar="COUNT", help="Rows of the table of kernels.")] = 25,
+    kernels: Annotated[
+        int, typer.Option(metavar="COUNT", callback=at_least_one, help="Rows of the table of kernels.")
+    ] = 25,
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
     quantization: QuantizationName = None,
     kv_cache_dtype: KVCacheDTypeName = "auto",
@@ -51,9 +57,11 @@ def profile(
         import jax.numpy as jnp
 
         from jaxserve.bench.engine_run import ceiling_of, devices_of, engine_config, start_engine
-        from jaxserve.bench.profile import format_window, profile_decode, scope_floors
+        from jaxserve.bench.profile import check_room, format_window, profile_decode, scope_floors
         from jaxserve.engine.build import resolve_cache_dtype
 
+        check_room(concurrency, context + steps, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        output.mkdir(parents=True, exist_ok=True)  # what stands in its way is told before minutes of compiling
         claim_device_memory(gpu_memory_utilization, tensor_parallel_size)
         settings = {
             "tensor_parallel_size": tensor_parallel_size, "quantization": quantization,
@@ -86,7 +94,9 @@ def kernels(
         "1x1024,8x330,8x1024,16x8192,32x1024,64x330,64x1024"
     ),
     prefill: Annotated[str, typer.Option(metavar="LIST", help="Tokens of prefill attention.")] = "256,1024,4096",
-    page_size: Annotated[int, typer.Option(metavar="COUNT", help="Tokens that a KV page holds.")] = 16,
+    page_size: Annotated[
+        int, typer.Option(metavar="COUNT", callback=at_least_one, help="Tokens that a KV page holds.")
+    ] = 16,
     quantization: QuantizationName = None,
     dtype: DTypeName = "auto",
     calls: Annotated[str, typer.Option(metavar="FEW,MANY", help="Calls of the two programs timed.")] = "4,24",

@@ -65,18 +65,17 @@ def preset_config(name: str) -> ModelConfig:
     if _is_json_file(name):
         try:
             return ModelConfig.from_json(json.loads(Path(name).read_text()))
-        except (json.JSONDecodeError, TypeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
             raise ValueError(f"{name} does not describe a model: {error}") from error
     raise ValueError(f"no architecture is called {name!r}: use one of {sorted(presets)}, or a JSON file")
 
 
 def is_preset(name: str) -> bool:
-    """Whether the name is one for `preset_config`: a file may still not describe a model."""
-    try:
-        preset_config(name)
-    except ValueError:
-        return _is_json_file(name)
-    return True
+    """Whether `preset_config` is to be asked for a model that a user calls so: a file may still not describe one.
+
+    A local folder or file counts before a well-known model of that name, as `jaxserve serve` takes it.
+    """
+    return _is_json_file(name) or (name in _presets() and not Path(name).exists())
 
 
 def _is_json_file(name: str) -> bool:
