@@ -16,6 +16,14 @@ from typing import IO, Any
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _POLL_SECONDS = 0.05
+# Its input ends when the process that started it does, however that ends; then the group in $1 has $2 seconds to end.
+_GUARD = """
+read -r _
+kill -s TERM -- "-$1"
+left=$2
+while [ "$left" -gt 0 ] && kill -s 0 -- "-$1"; do sleep 1; left=$((left - 1)); done
+kill -s KILL -- "-$1"
+"""
 
 
 def run_in_group(
@@ -26,7 +34,7 @@ def run_in_group(
     stdout: IO[Any] | int | None = None,
 ) -> int:
     """Runs a command in a session of its own, and ends what is left of it when the command ends, when time is up, and when
-    this process is interrupted or told to end: signals of the terminal do not reach that session.
+    this process is interrupted, told to end, or killed: signals of the terminal do not reach that session.
 
     Returns:
         Its exit code; negative: the signal that ended it.
@@ -37,11 +45,25 @@ def run_in_group(
     with (
         _ended_by_signals(),
         subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True) as process,
+        _ended_with_this_process(process.pid),
     ):
         try:
             return process.wait(timeout)
         finally:
             _end(process)
+
+
+@contextmanager
+def _ended_with_this_process(group: int) -> Iterator[None]:
+    """A process beside the group ends it when this one was killed, and can do nothing any more."""
+    arguments = ["/bin/sh", "-c", _GUARD, "guard", str(group), str(round(GRACE_SECONDS))]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()  # before its input ends
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

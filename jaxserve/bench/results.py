@@ -9,9 +9,11 @@ concurrency-8.summary.json   the figures; written last: where it is, the load is
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,26 @@ def make_folder(output: Path | None) -> Path | None:
         return None
     output.mkdir(parents=True, exist_ok=True)
     return output
+
+
+@contextmanager
+def held_alone(folder: Path) -> Iterator[None]:
+    """Holds a folder, until this process ends at the latest.
+
+    Raises:
+        RuntimeError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"another sweep writes into {folder}: wait until it has ended, or give another --output"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def is_done(folder: Path, load: Load) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxserve.bench.process_group import run_in_group
 from jaxserve.bench.records import Load
-from jaxserve.bench.results import is_done
+from jaxserve.bench.results import held_alone, is_done
 
 _THREADS_PER_DEVICE = 4
 _LOAD_FLAGS = ("--concurrency", "--request-rate", "--trace-speed", "--timeout")
@@ -138,9 +138,22 @@ def run_sweep(
 
     Raises:
         ValueError: what is done in the folder was measured with other arguments.
+        RuntimeError: another sweep is writing into it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _write_plan(folder, configurations, arguments)
+    with held_alone(folder):
+        _write_plan(folder, configurations, arguments)
+        return _run(configurations, loads, arguments, folder, tell, seconds)
+
+
+def _run(
+    configurations: Sequence[Configuration],
+    loads: Sequence[Load],
+    arguments: Sequence[str],
+    folder: Path,
+    tell: Callable[[str], None],
+    seconds: float | None,
+) -> Outcome:
     deadline = None if seconds is None else time.monotonic() + seconds
     failed, unfinished = [], []
     for number, configuration in enumerate(configurations, start=1):

@@ -83,3 +83,15 @@ def test_an_interruption_ends_all_of_it(number: int, error: type[BaseException],
     thread.join()
     assert_ended(wait_for(tmp_path / "pid"))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("handler", ["SIG_DFL", "SIG_IGN"])
+def test_a_process_that_is_killed_leaves_nothing(handler: str, tmp_path: Path) -> None:
+    """As by the kernel when memory runs out: it can end nobody any more."""
+    program = "import os, sys; from jaxserve.bench import process_group\n"
+    program += "process_group.GRACE_SECONDS = 1\n"
+    program += "process_group.run_in_group(sys.argv[1:], environment=dict(os.environ))"
+    with subprocess.Popen([sys.executable, "-c", program, *command(tmp_path / "pid", handler)]) as process:
+        child = wait_for(tmp_path / "pid")
+        process.kill()
+    assert_ended(child)

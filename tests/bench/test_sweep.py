@@ -172,6 +172,22 @@ def test_a_folder_holds_figures_of_one_kind(tmp_path: Path, commands: list[list[
     assert set(json.loads((tmp_path / "sweep.json").read_text())["configurations"]) == {"TP1", "TP4"}
 
 
+def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [plain] = plan(["m"], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE)
+    refused: list[str] = []
+
+    def run(command: list[str], **options: object) -> int:
+        with pytest.raises(RuntimeError) as error:
+            run_sweep([plain], LOADS, [], tmp_path, lambda text: None)
+        refused.append(str(error.value))
+        return 0
+
+    monkeypatch.setattr("jaxserve.bench.sweep.run_in_group", run)
+    for _ in range(2):  # the first one's end leaves the folder free
+        run_sweep([plain], LOADS, [], tmp_path, lambda text: None)
+    assert len(refused) == 2 and f"another sweep writes into {tmp_path}" in refused[0]
+
+
 def test_a_run_that_was_done_over_http_is_looked_for_there(tmp_path: Path, commands: list[list[str]]) -> None:
     [plain] = plan(["m"], tensor_parallel_sizes=[1], data_parallel_sizes=[1], **ONE, over_http=True)
     runs = write_run(tmp_path, "TP1")  # in process
