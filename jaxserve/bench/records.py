@@ -9,6 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxserve.bench.json_files import from_json
+
+_STATISTICS = ("mean", "p50", "p90", "p99")
+
 LoadKind = Literal["concurrency", "rate", "trace"]
 
 
@@ -91,7 +95,10 @@ class RequestRecord:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> RequestRecord:
-        return RequestRecord(**data)
+        """Raises:
+        ValueError: it is no record.
+        """
+        return from_json(RequestRecord, data)
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,13 @@ class Snapshot:
     prompt_tokens: int
     num_steps: int
     host_s: float = 0.0
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Snapshot:
+        """Raises:
+        ValueError: it is no snapshot.
+        """
+        return from_json(Snapshot, data)
 
 
 @dataclass(frozen=True)
@@ -171,8 +185,17 @@ class Summary:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Summary:
-        values = {name: value for name, value in data.items() if name in Summary.__dataclass_fields__}
-        return Summary(**{**values, "load": Load(data["load_kind"], data["load_value"])})
+        """Raises:
+        ValueError: it is no summary.
+        """
+        load = from_json(Load, {"kind": data.get("load_kind"), "value": data.get("load_value")})
+        summary = from_json(Summary, {**data, "load": load})
+        for name in ("tpot_ms", "ttft_ms", "itl_ms"):
+            statistics = getattr(summary, name)
+            missing = [] if statistics is None else [key for key in _STATISTICS if key not in statistics]
+            if missing:
+                raise ValueError(f"{name} lacks {', '.join(missing)}")
+        return summary
 
 
 def summarize(load: Load, runs: Sequence[RunResult]) -> Summary:
@@ -227,8 +250,8 @@ def _inter_token_statistics(rounds: list[list[RequestRecord]]) -> dict[str, floa
 
 def _statistics(seconds: list[float]) -> dict[str, float]:
     values = np.asarray(seconds) * 1e3
-    p50, p90, p99 = np.percentile(values, (50, 90, 99))
-    return {"mean": float(values.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
+    figures = (values.mean(), *np.percentile(values, (50, 90, 99)))
+    return {name: float(figure) for name, figure in zip(_STATISTICS, figures, strict=True)}
 
 
 def format_table(summaries: Sequence[Summary]) -> str:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jaxserve.bench.json_files import from_json, read_json, read_json_lines
 from jaxserve.bench.records import Load, RequestRecord, RunResult, Snapshot, Summary
 
 _ENVIRONMENT = "environment.json"
@@ -47,6 +48,16 @@ class Point:
 
 
 @dataclass(frozen=True)
+class _Environment:
+    """What is read of a run's environment here."""
+
+    name: str | None = None
+    num_devices: int | None = None
+    settings: dict[str, Any] | None = None
+    traffic: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class Series:
     """One configuration, with the loads that it was measured at, in rising order.
 
@@ -69,7 +80,7 @@ class Series:
 
     def setting(self, name: str, default: Any = None) -> Any:
         """An engine setting, such as "tensor_parallel_size"."""
-        value = self.environment.get("settings", {}).get(name)
+        value = (self.environment.get("settings") or {}).get(name)
         return default if value is None else value
 
     def of_kind(self, kind: str) -> list[Point]:
@@ -128,7 +139,7 @@ def write_environment(folder: Path, environment: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(environment, indent=1, default=str)
     if any(folder.glob("*.summary.json")) and (folder / _ENVIRONMENT).is_file():
-        before = json.loads((folder / _ENVIRONMENT).read_text())
+        before = read_json(folder / _ENVIRONMENT, _checked_environment)
         different = _differences(before, json.loads(text))
         if different:
             raise ValueError(
@@ -175,20 +186,30 @@ def read_series(folder: Path) -> Series:
     """Reads what `write_environment` and `write_load` wrote; loads that are not done are left out.
 
     Raises:
-        ValueError: there is no run in the folder.
+        ValueError: there is no run in the folder, or a file is not what was written there.
     """
     try:
-        environment = json.loads((folder / _ENVIRONMENT).read_text())
+        environment = read_json(folder / _ENVIRONMENT, _checked_environment)
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no run of `jaxserve bench` ({_ENVIRONMENT} is missing)") from None
     points = []
     for path in folder.glob("*.summary.json"):
         name = path.name.removesuffix(".summary.json")
-        records = [RequestRecord.from_json(line) for line in _read_lines(folder / f"{name}.jsonl")]
+        records = read_json_lines(folder / f"{name}.jsonl", RequestRecord.from_json)
         timeline_path = folder / f"{name}.timeline.jsonl"
-        timeline = [Snapshot(**line) for line in _read_lines(timeline_path)] if timeline_path.is_file() else []
-        points.append(Point(Summary.from_json(json.loads(path.read_text())), records, timeline))
+        timeline = read_json_lines(timeline_path, Snapshot.from_json) if timeline_path.is_file() else []
+        points.append(Point(read_json(path, Summary.from_json), records, timeline))
     return Series(folder.name, environment, sorted(points, key=_by_load))
+
+
+def _checked_environment(data: dict[str, Any]) -> dict[str, Any]:
+    """As it is, if what is read of it is of the right kind.
+
+    Raises:
+        ValueError: it is not.
+    """
+    from_json(_Environment, data)
+    return data
 
 
 def find_series(folder: Path) -> list[Series]:
@@ -198,8 +219,11 @@ def find_series(folder: Path) -> list[Series]:
     one of the later run counts). Runs that differ and have the same name get their folder's beside it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or a file is not what was written there.
     """
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {what}: give a folder that `jaxserve bench --output FOLDER` wrote")
     found: list[Series] = []
     for path in sorted(path.parent for path in folder.rglob(_ENVIRONMENT)):
         part = read_series(path)
@@ -239,10 +263,6 @@ def _by_load(point: Point) -> tuple[str, float]:
 
 def _lines(entries: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(entry) + "\n" for entry in entries)
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _write(path: Path, text: str) -> None:

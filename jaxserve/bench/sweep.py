@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from jaxserve.bench.json_files import from_json, read_json
 from jaxserve.bench.process_group import run_in_group
 from jaxserve.bench.records import Load
 from jaxserve.bench.results import held_alone, is_done
@@ -182,13 +184,25 @@ def _run(
     return Outcome(tuple(failed), tuple(unfinished))
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What the folder's sweep.json holds.
+
+    Attributes:
+        configurations: arguments of each by its name.
+    """
+
+    configurations: dict[str, list[str]]
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> _Plan:
+        return from_json(_Plan, data)
+
+
 def _write_plan(folder: Path, configurations: Sequence[Configuration], arguments: Sequence[str]) -> None:
     """Notes what is measured. Loads may be added later; whatever else changed, figures of both would be mixed up."""
     path = folder / "sweep.json"
-    before = json.loads(path.read_text()) if path.is_file() else {}
-    kept = before.get("configurations", {}) if isinstance(before, dict) else None
-    if not isinstance(kept, dict):
-        raise ValueError(f"{path} is not what this version writes: give another --output, or remove the file")
+    kept = read_json(path, _Plan.from_json).configurations if path.is_file() else {}
     fixed = _without_loads(arguments)
     plans = {each.name: [*each.arguments, *fixed] for each in configurations}
     for each in configurations:

@@ -506,5 +506,5 @@ def test_unfinished_loads_are_no_part_of_a_series(tmp_path: Path) -> None:
     runs = write_run(tmp_path, "TP1")
     (runs / "concurrency-64.summary.json").unlink()
     assert [point.summary.load for point in find_series(tmp_path)[0].points] == list(LOADS[:-1])
-    with pytest.raises(ValueError, match="holds no finished run"):
+    with pytest.raises(ValueError, match="does not exist"):
         find_series(tmp_path / "charts")
