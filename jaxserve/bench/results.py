@@ -140,25 +140,29 @@ def write_environment(folder: Path, environment: dict[str, Any]) -> None:
     text = json.dumps(environment, indent=1, default=str)
     if any(folder.glob("*.summary.json")) and (folder / _ENVIRONMENT).is_file():
         before = read_json(folder / _ENVIRONMENT, _checked_environment)
-        different = _differences(before, json.loads(text))
+        different = differing(before, json.loads(text))
         if different:
             raise ValueError(
-                f"{folder} holds figures of something else ({different}): give another --output, or remove it"
+                f"{folder} holds figures of something else ({', '.join(different)}): give another --output, or remove it"
             )
     _write(folder / _ENVIRONMENT, text)
 
 
-def _differences(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What differs of the things that figures depend on, as far as both tell it; "" where nothing does."""
+def differing(before: dict[str, Any], after: dict[str, Any], *, further: Sequence[str] = ()) -> list[str]:
+    """What differs between the environments of two runs, of the things that figures depend on, as far as both tell it.
+
+    Args:
+        further: fields beside those that make them parts of one run.
+    """
     found = []
-    for name in _IDENTITY:
+    for name in (*_IDENTITY, *further):
         old, new = before.get(name), after.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             keys = [key for key in old if key in new and key not in _BY_CHANCE]
             found += [f"{key} {old[key]} -> {new[key]}" for key in keys if old[key] != new[key]]
         elif old is not None and new is not None and old != new:
             found.append(f"{name} {old} -> {new}")
-    return ", ".join(found)
+    return found
 
 
 def write_load(folder: Path, summary: Summary, runs: list[RunResult]) -> None:
@@ -229,9 +233,7 @@ def find_series(folder: Path) -> list[Series]:
         part = read_series(path)
         if not part.points:
             continue
-        number = next(
-            (n for n, other in enumerate(found) if not _differences(part.environment, other.environment)), None
-        )
+        number = next((n for n, other in enumerate(found) if not differing(part.environment, other.environment)), None)
         if number is None:
             found.append(replace(part, folder=path.relative_to(folder).as_posix()))
         else:

@@ -210,11 +210,14 @@ def compare(
         from jaxserve.bench.compare import compare as compare_series
         from jaxserve.bench.results import find_series
 
-        differences = compare_series(find_series(before), find_series(after))
-        for difference in differences:
-            typer.echo(str(difference))
+        comparison = compare_series(find_series(before), find_series(after))
+        for line in (*comparison.notes, *comparison.differences):
+            typer.echo(str(line))
+        differences = comparison.differences
         beyond = sum(difference.is_beyond_noise for difference in differences)
-        typer.echo(f"{beyond} of {len(differences)} differences are beyond the noise between requests")
+        typer.echo(
+            f"{beyond} of {len(differences)} differences are beyond the noise between requests (one in twenty is by chance)"
+        )
 
 
 def _check_charts() -> None:

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxserve.bench.compare import compare
 from jaxserve.bench.records import Load, Snapshot
-from jaxserve.bench.results import Series, find_series, read_series, write_environment
+from jaxserve.bench.results import find_series, read_series, write_environment
 from jaxserve.bench.sweep import Configuration, Outcome, environment_for, plan, run_sweep
 from jaxserve.bench.verdict import verdict
 from jaxserve.cli.main import build_app
@@ -256,49 +255,6 @@ def test_the_others_are_named_where_only_one_meets_the_goal(tmp_path: Path) -> N
     assert verdict(both, 5.0).endswith("None of the others meets it: TP1.")
 
 
-def test_what_lies_beyond_the_noise_is_said_to_and_what_does_not_is_not(tmp_path: Path) -> None:
-    before = read_series(write_run(tmp_path / "a", "TP1", seed=1))
-    same = read_series(write_run(tmp_path / "b", "TP1", seed=2))
-    slower = read_series(write_run(tmp_path / "c", "TP1", tpot_ms=5.5, seed=2))
-    quiet = [difference for difference in compare([before], [same]) if difference.metric == "TPOT"]
-    assert sum(difference.is_beyond_noise for difference in quiet) <= 1
-    loud = [difference for difference in compare([before], [slower]) if difference.metric == "TPOT"]
-    assert len(loud) == len(LOADS)
-    assert all(
-        difference.is_beyond_noise and difference.low < difference.change < difference.high for difference in loud
-    )
-    assert "slower by" in str(loud[0]) and "no difference beyond the noise" in str(
-        min(quiet, key=lambda d: abs(d.change))
-    )
-
-
-def test_rounds_that_differ_widen_the_interval(tmp_path: Path) -> None:
-    """Requests of one round have much in common: as many requests of one round each are worth less."""
-
-    def rounds(series: Series, shift: float) -> Series:
-        points = []
-        for point in series.points:
-            shifted = [
-                replace(record, round=number, last_token=record.last_token + shift * number * record.output_tokens)
-                for number in range(3)
-                for record in point.records
-            ]
-            points.append(replace(point, records=shifted))
-        return replace(series, points=points)
-
-    base = read_series(write_run(tmp_path, "TP1"))
-    narrow = compare([rounds(base, 0.0)], [rounds(base, 0.0)])[-2]
-    wide = compare([rounds(base, 0.002)], [rounds(base, 0.002)])[-2]
-    assert wide.high - wide.low > 3 * (narrow.high - narrow.low)
-
-
-def test_runs_with_nothing_in_common_cannot_be_compared(tmp_path: Path) -> None:
-    one = read_series(write_run(tmp_path / "a", "TP1", loads=LOADS[:1]))
-    other = read_series(write_run(tmp_path / "b", "TP1", loads=LOADS[1:2]))
-    with pytest.raises(ValueError, match="in common"):
-        compare([one], [other])
-
-
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep's folder with its report."""
@@ -449,15 +405,6 @@ def test_steps_longer_than_the_time_between_two_looks_have_their_own_length(tmp_
     assert figure is not None
     tokens, times = (figure.axes[panel].lines[0].get_ydata() for panel in (1, 3))
     assert list(tokens) == [2, 2, 2] and list(times) == [1000, 1000, 1000]
-
-
-def test_compare_on_the_command_line(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "TP1", loads=LOADS[:2])
-    write_run(tmp_path / "b", "other", loads=LOADS[:2], tpot_ms=6.0)
-    code, output = command("compare", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert code == 0
-    assert "TP1 at 4, TPOT: " in output and "slower by" in output and "of 4 differences are beyond" in output
-    assert command("compare", str(tmp_path / "a"), str(tmp_path / "none"))[0] == 1
 
 
 def test_a_sweep_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
