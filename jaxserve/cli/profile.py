@@ -89,7 +89,7 @@ def profile(
 
 def kernels(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Architecture whose shapes are timed.")] = "llama-3-8b",
-    rows: Annotated[str, typer.Option(metavar="LIST", help="Of the products and norms.")] = "1,16,64",
+    rows: Annotated[str, typer.Option(metavar="LIST", help="Of the products, norms, sums and sampling.")] = "1,16,64",
     attention: Annotated[str, typer.Option(metavar="LIST", help="BATCHxTOKENS of decode attention.")] = (
         "1x1024,8x330,8x1024,16x8192,32x1024,64x330,64x1024"
     ),
@@ -109,21 +109,26 @@ def kernels(
         import jax.numpy as jnp
 
         from jaxserve.bench.floor import device_ceiling
-        from jaxserve.bench.kernels import format_kernels, kernel_cases, time_kernel
+        from jaxserve.bench.kernel_cases import kernel_cases
+        from jaxserve.bench.kernels import format_kernels, time_kernel
         from jaxserve.config import EngineConfig
-        from jaxserve.engine.build import make_engine_mesh, resolve_dtype
+        from jaxserve.engine.build import make_engine_mesh, peer_memory, resolve_dtype
         from jaxserve.models.presets import preset_config
         from jaxserve.quantization_config import QuantizationConfig
+        from jaxserve.sharding.mesh import make_mesh
 
         few, many = parse_calls(calls)
-        config = EngineConfig(dtype=dtype)
+        config, architecture, row_counts = EngineConfig(dtype=dtype), preset_config(model), parse_counts(rows, "--rows")
+        element = jnp.dtype(resolve_dtype(config, make_engine_mesh(config)))
+        devices = jax.devices()
+        mesh = make_mesh(devices, len(devices)) if len(devices) > 1 else None
         cases = kernel_cases(
-            preset_config(model), jnp.dtype(resolve_dtype(config, make_engine_mesh(config))),
-            rows=parse_counts(rows, "--rows"), attention=parse_shapes(attention),
+            architecture, element, rows=row_counts, attention=parse_shapes(attention), mesh=mesh,
+            peers=None if mesh is None else peer_memory(architecture, mesh, element, max(row_counts)),
             prefill=parse_counts(prefill, "--prefill"), page_size=page_size,
             quantization=None if quantization is None else QuantizationConfig.named(quantization),
         )  # fmt: skip
-        device = jax.devices()[0]
+        device = devices[0]
         ceiling = device_ceiling(device)
         times = []
         for case in cases:
@@ -134,6 +139,8 @@ def kernels(
             f"{ceiling.matrix_rate / 1e12:.1f} TFLOP/s ({ceiling.origin})"
         )
         typer.echo(format_kernels(times, ceiling))
+        if mesh is None:
+            typer.echo("left out: the sum over devices (all-reduce, add, norm), since there is one device only")
 
 
 def parse_calls(text: str) -> tuple[int, int]:

@@ -243,7 +243,7 @@ def build_runner(
                 drafting=drafting,
                 peers=None
                 if config.disable_custom_all_reduce
-                else _peer_memory(device_config, mesh, dtype, limits.max_num_seqs),
+                else peer_memory(device_config, mesh, dtype, limits.max_num_seqs),
             )
         runner.warm_up(progress, compares=cluster is None, check=lambda use: plan(use).check())
     measured = plan(runner.memory_use())  # with the places of results, which are there since programs have run
@@ -266,7 +266,7 @@ def _make_buckets(limits: SchedulerLimits, config: EngineConfig, model_config: M
     )
 
 
-def _peer_memory(model_config: ModelConfig, mesh: Mesh, dtype: jnp.dtype, max_num_seqs: int) -> PeerMemory | None:
+def peer_memory(model_config: ModelConfig, mesh: Mesh, dtype: jnp.dtype, max_num_seqs: int) -> PeerMemory | None:
     """Memory that devices exchange the sums of small steps through; None where they cannot, or have nothing to sum."""
     devices = list(mesh.devices.flat)
     if len(devices) == 1 or _platform(mesh) != "gpu":

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.bench.floor import Ceiling
-from jaxserve.bench.kernels import KernelTime, format_kernels, kernel_cases, time_kernel
+from jaxserve.bench.kernel_cases import kernel_cases
+from jaxserve.bench.kernels import KernelTime, format_kernels, time_kernel
 from jaxserve.bench.profile import (
     KernelEvent,
     Window,
@@ -26,6 +27,7 @@ from jaxserve.cli.profile import parse_calls, parse_shapes
 from jaxserve.config import EngineConfig
 from jaxserve.models.presets import preset_config
 from jaxserve.quantization_config import QuantizationConfig
+from jaxserve.sharding.mesh import make_mesh
 from tests.tiny_engine import MODEL_CONFIG, tiny_engine
 
 CEILING = Ceiling(1e12, 1e15, "table")
@@ -47,9 +49,12 @@ def test_the_cases_count_what_a_call_must_read_and_write() -> None:
     assert cases["prefill attention", "256"].operations == 4 * (256 * 257 // 2) * 32 * 128
     assert {kernel for kernel, _ in cases} == {
         "product qkv", "product output", "product gate-up", "product down", "product head", "residual add and norm",
-        "decode attention",
-        "prefill attention", "rope and KV write",
+        "rounding to float8", "decode attention", "decode attention fp8 KV", "prefill attention", "rope and KV write",
+        "sampling greedy", "sampling random", "sampling filtered",
     }  # fmt: skip
+    assert cases["decode attention fp8 KV", "8 x 1024"].num_bytes == 8 * 1024 * 2048 + 2 * 2 * 8 * 32 * 128
+    assert cases["rounding to float8", "64 x 4096"].num_bytes == 64 * (4096 * 3 + 4)
+    assert cases["sampling random", "64 x 128256"].num_bytes == 64 * 128256 * 4
 
 
 def test_quantized_products_read_fewer_bytes() -> None:
@@ -79,6 +84,22 @@ def test_every_kernel_runs_at_its_shape(name: str | None) -> None:
         out, _ = jax.jit(step, static_argnums=0)(1, x, arrays)
         assert out.shape == x.shape and out.dtype == x.dtype, case.kernel
         assert bool(jnp.isfinite(out).all()) and bool((out != x).any()), case.kernel
+
+
+def test_the_sum_over_devices_runs_on_all_of_them() -> None:
+    dtype, shapes = jnp.dtype(jnp.float32), {"rows": [2], "attention": [], "prefill": [], "page_size": 4}
+    mesh = make_mesh(jax.devices("cpu"), 4)
+    [case] = [case for case in kernel_cases(MODEL_CONFIG, dtype, **shapes, mesh=mesh) if "all-reduce" in case.kernel]
+    assert case.shape == f"4 x 2 x {MODEL_CONFIG.hidden_size}"
+    x, arrays, step = case.make()
+    norm, (total, _, _) = jax.jit(step, static_argnums=0)(0, x, arrays)
+    expected = x + arrays[0].sum(axis=0)
+    assert total.shape == (4, *x.shape)  # of each device
+    assert jnp.allclose(total, expected[None], rtol=1e-5) and jnp.allclose(
+        norm, expected / jnp.sqrt((expected**2).mean(axis=1, keepdims=True) + 1e-5), rtol=1e-4
+    )
+    seconds = time_kernel(case, calls=(1, 20)).seconds
+    assert math.isnan(seconds) or 0 < seconds < 1
 
 
 def test_a_kernel_is_timed() -> None:

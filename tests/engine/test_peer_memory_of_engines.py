@@ -26,7 +26,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 def test_memory_is_for_the_model_and_the_steps(num_devices: int) -> None:
     config = preset_config("llama-3-70b")
-    peers = build._peer_memory(config, make_mesh(jax.devices(), num_devices), BFLOAT16, 300)
+    peers = build.peer_memory(config, make_mesh(jax.devices(), num_devices), BFLOAT16, 300)
     assert peers is not None
     assert peers.layout.ranks == num_devices
     assert peers.layout.max_rows == 300
@@ -47,10 +47,10 @@ def test_what_cannot_be_exchanged_so_is_said_once_and_left_to_nccl(
 ) -> None:
     config: ModelConfig = dataclasses.replace(preset_config("llama-3-8b"), **change)
     with caplog.at_level(logging.WARNING):
-        peers = build._peer_memory(config, make_mesh(jax.devices(), num_devices), jnp.dtype(dtype), 64)
+        peers = build.peer_memory(config, make_mesh(jax.devices(), num_devices), jnp.dtype(dtype), 64)
     assert peers is None
     assert reason in caplog.text
 
 
 def test_other_devices_have_none() -> None:
-    assert build._peer_memory(preset_config("llama-3-8b"), make_mesh(jax.devices(), 2), BFLOAT16, 64) is None
+    assert build.peer_memory(preset_config("llama-3-8b"), make_mesh(jax.devices(), 2), BFLOAT16, 64) is None
