@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,21 @@ SCOPES = (
     "embed", "rope", "attention_norm", "qkv", "rope_write_kv", "attention", "output", "mlp_norm", "mlp", "final_norm",
     "lm_head",
 )  # fmt: skip
+
+# Where the trace tells no scope, as for what runs in a GPU's launch graphs: parts of a step by the names of their kernels,
+# ours and those of XLA and cuBLAS. The first that fits counts.
+_BY_NAME = tuple(
+    (re.compile(pattern), part)
+    for pattern, part in (
+        ("all_?reduce|nccl", "sums over devices"),
+        ("attention", "attention"),
+        ("rope_write", "rope_write_kv"),
+        ("quantize_rows", "rounding"),
+        ("gemm|gemv|nvjet|cutlass|xmma|cublas|matmul|splitk|(^|_)dot", "products"),
+        ("norm", "norms"),
+    )
+)
+_PRODUCTS = (*_WEIGHTS_OF, "lm_head")  # paragraphs whose floors are those of their weights
 
 # What lies around them in speculation, by how a table tells it.
 _SPECULATION = {
@@ -221,13 +237,14 @@ def _annotated(planes: Iterable[Any], name: str) -> tuple[float, float]:
 
 
 def scope_of(origin: str, kernel: str) -> str:
-    """The innermost known scope in a path such as "jit(forward)/mlp/dot_general"; else by the kernel's own name.
+    """The innermost known scope in a path such as "jit(forward)/mlp/dot_general"; else by the kernel's own name, which tells
+    products and norms from others, but not whose they are; "" where neither tells anything.
 
     What a drafter does is told apart from the same of the model: "draft mlp".
     """
     parts = origin.split("/")
     speculation = next((_SPECULATION[part] for part in parts if part in _SPECULATION), "")
-    by_name = (scope for name, scope in (("attention", "attention"), ("rope_write", "rope_write_kv")) if name in kernel)
+    by_name = (part for pattern, part in _BY_NAME if pattern.search(kernel.lower()))
     scope = next((part for part in reversed(parts) if part in SCOPES), None) or next(by_name, "")
     return f"{speculation} {scope}".strip()
 
@@ -274,17 +291,28 @@ def format_window(window: Window, floors: dict[str, float], *, most: int) -> str
         f"{'us a step':>10}  {'floor':>8}  {'share':>6}  paragraph",
     ]
     by_scope = _sums(window, lambda event: event.scope or "(other)")
+    whole = sum(floors.values())
+    if any(scope == "products" for scope, _ in by_scope):  # all those that have no row of their own
+        told = {scope for scope, _ in by_scope}
+        floors = {**floors, "products": sum(floors.get(name, 0.0) for name in _PRODUCTS if name not in told)}
     for scope, (seconds, _) in by_scope:
-        floor = floors.get(scope)
-        floor_text, share = (f"{floor * 1e6:.1f}", f"{floor / seconds:.0%}") if floor and seconds else ("-", "-")
-        lines.append(f"{seconds * 1e6:10.1f}  {floor_text:>8}  {share:>6}  {scope}")
+        floor, share = _against_floor(seconds, floors.get(scope))
+        lines.append(f"{seconds * 1e6:10.1f}  {floor:>8}  {share:>6}  {scope}")
     total = sum(seconds for _, (seconds, _) in by_scope)
-    floor = sum(floors.values())
-    lines.append(f"{total * 1e6:10.1f}  {floor * 1e6:8.1f}  {floor / total if total else 0:6.0%}  all")
-    lines += ["", f"{'us a step':>10}  {'a step':>7}  {'paragraph':<14}  kernel"]
-    for (scope, name), (seconds, count) in _sums(window, lambda event: (event.scope or "-", event.name))[:most]:
-        lines.append(f"{seconds * 1e6:10.1f}  {count:7.1f}  {scope:<14}  {name[:80]}")
+    lines.append(f"{total * 1e6:10.1f}  {whole * 1e6:8.1f}  {whole / total if total else 0:6.0%}  all")
+    lines += ["", f"{'us a step':>10}  {'floor':>8}  {'share':>6}  {'a step':>7}  {'paragraph':<17}  kernel"]
+    by_kernel = _sums(window, lambda event: (event.scope or "-", event.name))
+    kernels = Counter(scope for (scope, _), _ in by_kernel)
+    for (scope, name), (seconds, count) in by_kernel[:most]:
+        # A paragraph's floor is a kernel's where it is the only one of it.
+        floor, share = _against_floor(seconds, floors.get(scope) if kernels[scope] == 1 else None)
+        lines.append(f"{seconds * 1e6:10.1f}  {floor:>8}  {share:>6}  {count:7.1f}  {scope:<17}  {name[:80]}")
     return "\n".join(lines)
+
+
+def _against_floor(seconds: float, floor: float | None) -> tuple[str, str]:
+    """A floor in microseconds, and its share of a time."""
+    return (f"{floor * 1e6:.1f}", f"{floor / seconds:.0%}") if floor and seconds else ("-", "-")
 
 
 def _sums(window: Window, key: Callable[[KernelEvent], KeyT]) -> Sequence[tuple[KeyT, tuple[float, float]]]:

@@ -140,7 +140,29 @@ def test_the_tables_of_a_window_are_of_one_step() -> None:
     assert ["4000.0", "3000.0", "75%", "mlp"] in lines
     assert ["1000.0", "-", "-", "(other)"] in lines
     assert ["5000.0", "3000.0", "60%", "all"] in lines
-    assert ["4000.0", "1.0", "mlp", "gemm"] in lines
+    assert ["4000.0", "3000.0", "75%", "1.0", "mlp", "gemm"] in lines
+    assert ["1000.0", "-", "-", "0.5", "-", "add"] in lines
+
+
+def test_products_that_nothing_tells_apart_are_set_against_the_floors_of_all_their_weights() -> None:
+    """As in a GPU's launch graphs: of what has no row of its own."""
+    names = ("nvjet_tst_64x8", "gemv2T_kernel_val", "decode_attention_main", "decode_attention_join")
+    events = [event(name, 0.001 * place, 0.001, scope_of("", name)) for place, name in enumerate(names)]
+    events.append(event("head", 0.010, 0.001, "lm_head"))
+    floors = {"qkv": 2e-4, "output": 1e-4, "mlp": 7e-4, "lm_head": 3e-4, "attention": 5e-4}
+    lines = [line.split() for line in format_window(Window(events, 1, 0.011, 400.0), floors, most=10).splitlines()]
+    assert ["2000.0", "1000.0", "50%", "products"] in lines
+    assert ["2000.0", "500.0", "25%", "attention"] in lines
+    assert ["5000.0", "1800.0", "36%", "all"] in lines  # each floor once
+    assert ["1000.0", "300.0", "30%", "1.0", "lm_head", "head"] in lines
+    assert [
+        "1000.0",
+        "-",
+        "-",
+        "1.0",
+        "attention",
+        "decode_attention_join",
+    ] in lines  # which of the two reads is not told
 
 
 def test_kernels_are_put_to_the_paragraph_that_they_belong_to() -> None:
@@ -149,6 +171,13 @@ def test_kernels_are_put_to_the_paragraph_that_they_belong_to() -> None:
     assert scope_of("", "decode_attention_main") == "attention"
     assert scope_of("", "rope_write_kv_kernel") == "rope_write_kv"
     assert scope_of("", "fusion_3") == ""
+    for name in ("nvjet_tst_128x64_h", "cutlass_80_tensorop", "sm90_xmma_gemm_bf16", "gemm_fusion_dot_12", "dot.3",
+                 "cublasLt::splitKreduce_kernel", "decode_matmul_kernel"):  # fmt: skip
+        assert scope_of("", name) == "products", name
+    assert scope_of("", "add_rms_norm_kernel") == "norms"
+    assert scope_of("", "ncclDevKernel_AllReduce_Sum_bf16") == "sums over devices"
+    assert scope_of("", "all_reduce_add_rms_norm") == "sums over devices"
+    assert scope_of("jit(forward)/mlp/dot", "nvjet") == "mlp"  # what the trace tells counts first
     assert scope_of("jit(draft)/draft/while/body/mlp/dot_general", "gemm") == "draft mlp"
     assert scope_of("jit(draft)/draft/while/body", "decode_attention_main") == "draft attention"
     assert scope_of("jit(verify)/verify/argmax", "fusion") == "verify"
