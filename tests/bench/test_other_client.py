@@ -56,3 +56,21 @@ def test_it_counts_what_a_real_server_sends(script: ModuleType) -> None:
     assert list(figures) == list(script.FIGURES) and min(figures.values()) > 0
     sizes = [sampling.max_tokens for _, sampling in engine.submitted]
     assert sizes[0] == 20 and sizes.count(2) == 2 and sizes.count(20) >= 6  # each process sets itself up unmeasured
+
+
+@pytest.mark.parametrize(("slower", "verdict", "code"), [(1.0, "the clients agree within 2%", 0),
+                                                         (1.1, "TPOT mean, ms at 4 (+10.00%)", 1)])  # fmt: skip
+def test_its_verdict_is_the_last_line_and_the_exit_code(
+    slower: float, verdict: str, code: int, script: ModuleType, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    figures = dict.fromkeys(script.FIGURES, 1.0)
+    answer = httpx.Response(200, json={"data": [{"id": MODEL_NAME}]})
+    monkeypatch.setattr(script.httpx, "get", lambda *_, **__: answer)
+    monkeypatch.setattr(script, "other_client", lambda *_: figures)
+    monkeypatch.setattr(script, "the_benchmark", lambda *_: {**figures, "TPOT mean, ms": slower})
+    monkeypatch.setattr("sys.argv", ["check_bench_client", "--endpoint", "http://x", "--concurrency", "4"])
+    with pytest.raises(SystemExit) as exit_:
+        script.main()
+    assert exit_.value.code == code
+    assert verdict in capsys.readouterr().out.splitlines()[-1]
