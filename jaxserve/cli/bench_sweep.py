@@ -216,7 +216,8 @@ def compare(
         differences = comparison.differences
         beyond = sum(difference.is_beyond_noise for difference in differences)
         typer.echo(
-            f"{beyond} of {len(differences)} differences are beyond the noise between requests (one in twenty is by chance)"
+            f"{beyond} of {len(differences)} differences are beyond the noise between requests "
+            "(where nothing changed, one in twenty is)"
         )
 
 
