@@ -115,7 +115,7 @@ def restore_weights(
             done_with_one()
             return arrays
 
-        with ThreadPoolExecutor(pieces_at_once) as threads:
+        with _orbax_silent(), ThreadPoolExecutor(pieces_at_once) as threads:
             restored = dict(zip(order, threads.map(restore, order), strict=True))
     extra = sorted(path.name for path in folder.iterdir() if path.name not in by_name)
     if extra:
@@ -129,7 +129,7 @@ def read_piece(folder: Path) -> dict[str, np.ndarray]:
     Raises:
         CheckpointError: if a file is missing or damaged.
     """
-    with _damage_reported(folder), ocp.Checkpointer(_handler(_NumpyHandler())) as checkpointer:
+    with _orbax_silent(), _damage_reported(folder), ocp.Checkpointer(_handler(_NumpyHandler())) as checkpointer:
         tree = _metadata_tree(checkpointer, folder)
         restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         args = ocp.args.PyTreeRestore(restore_args=restore_args)
@@ -257,7 +257,7 @@ def _handler(numpy_handler: _NumpyHandler, *, use_compression: bool = True) -> o
 
 @contextmanager
 def _orbax_silent() -> Iterator[None]:
-    """What fails in its threads Orbax logs with a traceback for each, beside raising it."""
+    """What fails Orbax logs beside raising it, with a traceback for each of its threads."""
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -302,7 +302,7 @@ def _merged(array: jax.Array, shape: tuple[int, ...], sharding: jax.sharding.Sha
 
 def _metadata_tree(checkpointer: ocp.Checkpointer, folder: Path) -> Mapping[str, Any]:
     metadata = checkpointer.metadata(folder.absolute()).item_metadata
-    if metadata is None:  # Orbax has logged why
+    if metadata is None:  # Orbax logs why and raises nothing
         raise CheckpointError(f"{folder} is damaged or incomplete (its list of arrays is not readable): convert again")
     return metadata.tree
 

@@ -18,7 +18,7 @@ from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.export import export
 from jaxserve.checkpoint.manifest import read_manifest
 from jaxserve.progress import NoProgress
-from tests.checkpoint.files import converted, write_gguf
+from tests.checkpoint.files import converted, stored, write_gguf
 from tests.tiny_model import TINY_CONFIG, random_weights, write_tiny_llama
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "tiny"
@@ -131,6 +131,19 @@ def test_nothing_but_what_was_converted_is_given_back(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"refuses config\.json: it is a link that leaves the folder"):
         export(folder, tmp_path / "again", progress=NoProgress())
     assert not (tmp_path / "again").exists()
+
+
+def test_damage_that_orbax_logs_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = convert(GOLDENS / "tied_head", tmp_path / "converted", progress=NoProgress())
+    for file in (folder / "weights" / "layer_001").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"\0" * file.stat().st_size)
+    caplog.clear()
+    with pytest.raises(CheckpointError, match="layer_001 is damaged"):
+        export(folder, tmp_path / "exported", progress=NoProgress())
+    with pytest.raises(CheckpointError, match="layer_001 is damaged"):
+        stored(folder)
+    assert not caplog.records
 
 
 def test_damaged_weights_leave_no_folder(tmp_path: Path) -> None:
