@@ -63,7 +63,9 @@ class FakeStats:
     busy_s: float = 0.0
     device_idle_s: float = 0.0
     host_s: float = 0.0
+    last_host_ms: float = 0.0
     step_times: TimeCounts = field(default_factory=lambda: TimeCounts((1.0,), (0, 0), 0.0))
+    host_times: TimeCounts = field(default_factory=lambda: TimeCounts((1.0,), (0, 0), 0.0))
     device_kind: str = "cpu"
     kv_offload: OffloadStats | None = None
     speculative: SpeculativeStats | None = None

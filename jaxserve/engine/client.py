@@ -51,7 +51,9 @@ class EngineStats:
     busy_s: float
     device_idle_s: float
     host_s: float
+    last_host_ms: float
     step_times: TimeCounts
+    host_times: TimeCounts
     device_kind: str
     forced_tokens: int = 0  # of the generated ones, those that a constraint forced and that took no step of their own
     speculative: SpeculativeStats | None = None  # of an engine that speculates
@@ -211,7 +213,9 @@ class EngineClient(SubmittingEngine):
             busy_s=loop.busy,
             device_idle_s=loop.device_idle,
             host_s=loop.host,
+            last_host_ms=loop.last_host * 1e3,
             step_times=self._loop.step_times.read(),
+            host_times=self._loop.host_times.read(),
             device_kind=self.device_kind,
             forced_tokens=scheduler.num_forced_tokens,
             speculative=scheduler.speculative_stats,

@@ -22,7 +22,8 @@ from jaxserve.engine.token_masks import MaskWriter, is_constrained
 logger = logging.getLogger(__name__)
 
 _STEP_BOUNDS = (
-    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0,
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0,
+    5.0,
 )  # fmt: skip
 
 OutputSink = Callable[[list[RequestOutput]], None]
@@ -38,6 +39,7 @@ class LoopStats:
         busy: time in which there was work.
         last_step: between the last two fetches.
         host: what the host took for scheduling and launching steps, while the device worked or not.
+        last_host: what it took for the last one.
     """
 
     num_steps: int = 0
@@ -45,6 +47,7 @@ class LoopStats:
     device_idle: float = 0.0
     last_step: float = 0.0
     host: float = 0.0
+    last_host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class EngineLoop:
         self._end_lock = threading.Lock()
         self._ended = False  # whether the commands have been read for the last time
         self.step_times = TimeHistogram(_STEP_BOUNDS)  # between fetches, while there is work
+        self.host_times = TimeHistogram(_STEP_BOUNDS)  # that the host took to schedule and launch each of these steps
         self.stats = LoopStats()  # replaced as a whole, so that any thread reads one moment
 
     def start(self) -> None:
@@ -230,12 +234,14 @@ class EngineLoop:
     def _count_step(self, duration: float, idle: float, host: float) -> None:
         stats = self.stats
         self.step_times.add(duration)
+        self.host_times.add(host)
         self.stats = LoopStats(
             num_steps=stats.num_steps + 1,
             busy=stats.busy + duration,
             device_idle=stats.device_idle + idle,
             last_step=duration,
             host=stats.host + host,
+            last_host=host,
         )
 
     def _take_commands(self, *, block: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -39,7 +39,10 @@ _NEXT_TOKEN_BUCKETS = (
 _REQUEST_BUCKETS = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480,
 )  # fmt: skip
-_STEP_TIMES = "engine_step_seconds", "Duration of the engine's steps."
+_ENGINE_TIMES: tuple[tuple[str, str, Callable[[Stats], TimeCounts]], ...] = (
+    ("engine_step_seconds", "Duration of the engine's steps.", lambda stats: stats.step_times),
+    ("engine_host_step_seconds", "What the host took to schedule and launch a step.", lambda stats: stats.host_times),
+)
 _REPLICA_LABEL = "engine"
 _TOKEN_COUNT_BUCKETS = tuple(2**power for power in range(18))
 
@@ -198,7 +201,8 @@ def _of_one(stats: Stats) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"{PREFIX}{name}", description, value=value)
     for name, description, value in _counters(stats):
         yield CounterMetricFamily(f"{PREFIX}{name}", description, value=value)
-    yield _times_family(*_STEP_TIMES, stats.step_times)
+    for name, description, times in _ENGINE_TIMES:
+        yield _times_family(name, description, times(stats))
 
 
 def _of_drafts(stats: SpeculativeStats) -> Iterator[Metric]:
@@ -229,7 +233,10 @@ def _of_replicas(replicas: Sequence[Stats | None]) -> Iterator[Metric]:
     """The same for each, with the label `engine`, that vLLM has too; one that does not run has none but that it is down."""
     up = GaugeMetricFamily(f"{PREFIX}replica_up", "Whether the replica runs.", labels=[_REPLICA_LABEL])
     families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-    steps = HistogramMetricFamily(f"{PREFIX}{_STEP_TIMES[0]}", _STEP_TIMES[1], labels=[_REPLICA_LABEL])
+    histograms = [
+        HistogramMetricFamily(f"{PREFIX}{name}", description, labels=[_REPLICA_LABEL])
+        for name, description, _ in _ENGINE_TIMES
+    ]
     for index, stats in enumerate(replicas):
         label = [str(index)]
         up.add_metric(label, float(stats is not None))
@@ -240,8 +247,9 @@ def _of_replicas(replicas: Sequence[Stats | None]) -> Iterator[Metric]:
                 if name not in families:
                     families[name] = family(f"{PREFIX}{name}", description, labels=[_REPLICA_LABEL])
                 families[name].add_metric(label, value)
-        steps.add_metric(label, buckets=_buckets(stats.step_times), sum_value=stats.step_times.total)
-    yield from (up, *families.values(), steps)
+        for histogram, (_, _, times) in zip(histograms, _ENGINE_TIMES, strict=True):
+            histogram.add_metric(label, buckets=_buckets(times(stats)), sum_value=times(stats).total)
+    yield from (up, *families.values(), *histograms)
 
 
 def _gauges(stats: Stats) -> list[tuple[str, str, float]]:
@@ -252,6 +260,7 @@ def _gauges(stats: Stats) -> list[tuple[str, str, float]]:
         ("num_requests_waiting", "Sequences that wait for a slot or for pages.", stats.num_waiting),
         ("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all of them.", used),
         ("last_step_seconds", "Duration of the engine's last step.", stats.last_step_ms / 1000),
+        ("last_host_step_seconds", "What the host took for the engine's last step.", stats.last_host_ms / 1000),
         ("host_gap", "Share of the time with work in which the device waited for the host.", stats.host_gap),
         ("uptime_seconds", "Since the engine was built.", stats.uptime_s),
         *([] if offload is None else [("kv_offload_pages", "KV pages in host memory.", offload.num_used)]),

@@ -289,6 +289,9 @@ def test_numbers_are_summed() -> None:
         assert stats.generation_tokens == sum(part.generation_tokens for part in parts) == 16
         assert stats.finished == {"length": 4}
         assert sum(stats.step_times.counts) == stats.num_steps == sum(part.num_steps for part in parts)
+        assert sum(stats.host_times.counts) == stats.num_steps
+        assert stats.host_times.total == pytest.approx(stats.host_s)
+        assert 0 < stats.last_host_ms <= 1e3 * stats.host_s
         assert engine.busy_times() == (stats.busy_s, stats.device_idle_s)
 
 

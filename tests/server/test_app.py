@@ -139,6 +139,7 @@ async def test_the_engines_own_numbers() -> None:
     told = FakeStats(
         num_running=3, num_waiting=2, num_pages=80, num_free_pages=20, num_preemptions=4, num_steps=6, prompt_tokens=30,
         generation_tokens=12, last_step_ms=25.0, host_gap=0.125, step_times=TimeCounts((0.01, 1.0), (4, 2, 0), 0.5),
+        last_host_ms=1.5, host_times=TimeCounts((0.001, 1.0), (1, 5, 0), 0.01),
     )  # fmt: skip
     engine.stats = lambda: told  # type: ignore[method-assign]
     async with client_of(engine) as client:
@@ -147,7 +148,8 @@ async def test_the_engines_own_numbers() -> None:
         "num_requests_running 3.0", "num_requests_waiting 2.0", "kv_cache_usage_perc 0.75", "num_preemptions_total 4.0",
         "engine_steps_total 6.0", "prompt_tokens_total 30.0", "generation_tokens_total 12.0", "last_step_seconds 0.025",
         "host_gap 0.125", "engine_step_seconds_sum 0.5", "engine_step_seconds_count 6.0",
-        'engine_step_seconds_bucket{le="0.01"} 4.0',
+        'engine_step_seconds_bucket{le="0.01"} 4.0', "last_host_step_seconds 0.0015",
+        "engine_host_step_seconds_sum 0.01", 'engine_host_step_seconds_bucket{le="0.001"} 1.0',
     ):  # fmt: skip
         assert f"jaxserve:{line}" in lines
 
