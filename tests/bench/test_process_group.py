@@ -76,11 +76,16 @@ def test_an_interruption_ends_all_of_it(number: int, error: type[BaseException],
         wait_for(tmp_path / "pid")
         os.kill(os.getpid(), number)
 
+    # A shell starts what it runs in the background with SIGINT ignored, these tests too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(error):
-        run_in_group(command(tmp_path / "pid"), environment=dict(os.environ), timeout=40)
-    thread.join()
+    try:
+        with pytest.raises(error):
+            run_in_group(command(tmp_path / "pid"), environment=dict(os.environ), timeout=40)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
     assert_ended(wait_for(tmp_path / "pid"))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
