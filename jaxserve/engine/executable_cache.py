@@ -26,6 +26,7 @@ from jaxlib import version as jaxlib_version
 
 from jaxserve.engine.device_batch import Bucket
 from jaxserve.engine.program_choice import is_settled
+from jaxserve.engine.program_times import ProgramTime
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,9 @@ class ExecutableCache:
         folder: None: nothing is kept.
         devices: that the programs run on, which may be a part of what the machine has.
         context: whatever decides what the programs are, apart from source, versions, device and flags.
+
+    Attributes:
+        times: what each program that was asked for took.
     """
 
     def __init__(self, folder: Path | None, devices: Sequence[jax.Device], context: str) -> None:  # pyright: ignore[reportInvalidTypeForm]
@@ -88,6 +92,7 @@ class ExecutableCache:
         self._platform = device.platform
         self._trials = threading.Lock()
         self._lowering = threading.Lock()
+        self.times: list[ProgramTime] = []
         self._context = "\n".join(
             [
                 context,
@@ -112,16 +117,22 @@ class ExecutableCache:
             bucket: as in `compile_options`; another one wants another name.
         """
         path = self._path(name)
+        started = time.perf_counter()
         if path is not None:
             loaded = _load(path, self._devices)
             if loaded is not None:
+                self.times.append(ProgramTime(name, loaded=time.perf_counter() - started))
                 return loaded
         # Python traces one program at a time in any case; while all threads take turns at it none of them compiles.
         with self._lowering:
+            started = time.perf_counter()
             lowered = lower()
+            traced = time.perf_counter() - started
         is_alone = self._platform == "gpu" and bucket is not None and needs_trials(bucket)
         with self._trials if is_alone else contextlib.nullcontext():
+            started = time.perf_counter()
             compiled = lowered.compile(compiler_options=compile_options(self._platform, bucket))
+        self.times.append(ProgramTime(name, traced=traced, compiled=time.perf_counter() - started))
         if path is not None:
             _store(path, compiled)
         return compiled

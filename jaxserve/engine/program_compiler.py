@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -22,8 +20,6 @@ from jaxserve.engine.token_masks import num_words
 from jaxserve.progress import Progress
 from jaxserve.sampling_params import SamplingMode
 from jaxserve.sharding.placement import replicated
-
-logger = logging.getLogger(__name__)
 
 
 class SampleProgram(NamedTuple):
@@ -85,14 +81,10 @@ class ProgramCompiler:
             )
 
     def _compile_forward(self, bucket: Bucket) -> ForwardExecutor:
-        started = time.perf_counter()
         compile_one = self.forward.layerwise if self.layerwise else self.forward.whole
-        executor = compile_one(bucket, self.buckets.sample_rows_for(bucket))
-        logger.info("forward, %s: ready after %.1f s", bucket, time.perf_counter() - started)
-        return executor
+        return compile_one(bucket, self.buckets.sample_rows_for(bucket))
 
     def _compile_sample(self, program: SampleProgram) -> Any:
-        started = time.perf_counter()
         rows, mode, masked = program
         factory, vocab_size = self.forward.factory, self.forward.factory.config.vocab_size
         inputs = [self._like((rows, vocab_size), jnp.float32), self._like((rows,), jnp.int32)]
@@ -107,9 +99,7 @@ class ProgramCompiler:
             return jax.jit(function, donate_argnums=(0,)).lower(self.forward.state, *inputs)
 
         name = f"sample {mode} {rows}" + (" masked" if masked else "")
-        compiled = self.forward.programs.load_or_compile(name, lower)
-        logger.info("%s rows: ready after %.1f s", name, time.perf_counter() - started)
-        return compiled
+        return self.forward.programs.load_or_compile(name, lower)
 
     def _compile_set_slot(self) -> Any:
         function = jax.jit(self.forward.factory.set_slot(), donate_argnums=(0,))

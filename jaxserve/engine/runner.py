@@ -29,6 +29,7 @@ from jaxserve.engine.processor_state import (
 )
 from jaxserve.engine.program_choice import added_by_prompts, fastest_programs, seconds_of_run, times_in_rounds
 from jaxserve.engine.program_compiler import ProgramCompiler, SampleProgram
+from jaxserve.engine.program_times import program_table
 from jaxserve.engine.programs import PROMPT_LOGPROBS_BLOCK, ProgramFactory, without_layers
 from jaxserve.engine.schedule import DraftedTokens, SampledTokens, ScheduledBatch
 from jaxserve.engine.speculator import Drafting, Speculator
@@ -151,6 +152,7 @@ class ModelRunner:
         if self.page_copier is not None:
             self.page_copier.compile(self._programs, self._cache)
         self._programs.remove_unused()
+        logger.info("%s", program_table(self._programs.times))
         check(self.memory_use())
         if not self._layerwise:
             with progress.task("trying out", len(self._forward), "programs") as advance:

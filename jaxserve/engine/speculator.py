@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +29,6 @@ from jaxserve.models.logit_processors import Logprobs
 from jaxserve.models.speculative_sampling import Drafts
 from jaxserve.sampling_params import SamplingMode
 from jaxserve.sharding.placement import put_replicated, replicated
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -356,7 +352,4 @@ class _Compiler:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.owner._replicated)
 
     def _load(self, name: str, lower: Callable[[], jax.stages.Lowered], bucket: Bucket | None = None) -> Any:
-        started = time.perf_counter()
-        compiled = self.programs.load_or_compile(name, lower, bucket=bucket)
-        logger.info("%s: ready after %.1f s", name, time.perf_counter() - started)
-        return compiled
+        return self.programs.load_or_compile(name, lower, bucket=bucket)

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.engine.build import program_folder
 from jaxserve.engine.device_batch import Bucket
 from jaxserve.engine.executable_cache import ExecutableCache, compile_options
+from jaxserve.engine.program_times import program_table
 
 pytestmark = pytest.mark.usefixtures("without_jax_cache")
 
@@ -48,6 +49,23 @@ class Program:
         result = compiled(jax.device_put(np.arange(8, dtype=np.float32), self.sharding))
         assert result.sharding.device_set == set(self.devices)
         np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(8))
+
+
+def test_the_table_of_programs_tells_what_was_compiled_and_what_was_there(tmp_path: Path) -> None:
+    program = Program(1)
+    program.start(tmp_path, name="double")
+    programs = ExecutableCache(tmp_path, program.devices, "context")
+    for name in ("double", "double again"):
+        programs.load_or_compile(name, program.lower)
+    there, made = programs.times
+    assert there.name == "double" and there.loaded > 0 and there.traced == there.compiled == 0
+    assert made.name == "double again" and made.loaded == 0 and made.traced > 0 and made.compiled > 0
+    head, columns, *rows, everything = program_table([there, made]).split("\n")
+    assert (head, columns.split()) == ("programs, seconds:", ["loaded", "traced", "compiled"])
+    cells = {row.split(maxsplit=3)[3]: row.split()[:3] for row in rows}
+    assert cells["double"][1:] == ["-", "-"] and cells["double"][0] != "-"
+    assert cells["double again"][0] == "-" and "-" not in cells["double again"][1:]
+    assert everything.endswith("all 2, many at once")
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
