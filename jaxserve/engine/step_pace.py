@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -16,9 +17,10 @@ _LEAST_SHARE = 0.02  # of a step without a prompt that one adds: less was only s
 _LEARNING = 0.3  # of what a step took longer or less long than expected
 _FEW = 4  # steps of a kind before which one that took long may well be an exception
 _ENOUGH, _LATEST = 3, 15  # steps that only decode, by which they are known, and that count
-# By which a size gets cheaper with each step that had another one, so that it is tried again some day. What it takes by
-# itself, where that was measured, is not forgotten: a size that takes too long would make a few late steps in each hundred.
-_FORGETTING = 0.998
+# By which a size gets cheaper with each step that had another one, so that it is tried again some day. Below what it was
+# measured to take it does so slowly, for that may be wrong, but if not each trial of a size that takes too long makes
+# streams late: one that takes a fifth too long is tried in one step of 900.
+_FORGETTING, _FORGETTING_MEASURED = 0.998, 0.9998
 # Pairs of a prompt token and one of its context at which what they take and what the rest takes are learned equally fast.
 _PAIRS_UNIT = float(1 << 20)
 _TELLING = 0.1  # units of pairs in a step that tell what pairs take
@@ -60,7 +62,7 @@ class StepPace:
         self._row_counts = sorted(measured or {0: {}})
         self._added: list[dict[int, _SizeCost]] = [
             {
-                size: _SizeCost(seconds, _FEW, 0, least=seconds)
+                size: _SizeCost(seconds, _FEW, 0, measured=seconds)
                 for size, seconds in (measured or {}).get(rows, {}).items()
             }
             for rows in self._row_counts
@@ -137,9 +139,12 @@ class StepPace:
                 seconds /= 1 + pairs * _PAIRS_UNIT / (size * self._context_tokens)
             costs[size] = _SizeCost(max(least, seconds), 1, self._num_prefills)
             return
+        remembered = self._remembered(cost)
         cost.count += 1
         cost.latest = self._num_prefills
         pairs_seconds = self._seconds_of_pairs(num_decode)
+        if seconds < remembered + pairs_seconds * pairs:
+            cost.seconds = remembered  # what was forgotten of it was wrong
         expected = cost.seconds + pairs_seconds * pairs
         if cost.count >= _FEW:
             seconds = min(seconds, _OUTLIER * expected)
@@ -193,9 +198,14 @@ class StepPace:
             if cost.count == 1 and well_known:
                 seconds = min(seconds, _OUTLIER * _extrapolated(known[-well_known:], size))
             well_known = well_known + 1 if cost.count >= _FEW else 0
-            forgotten = seconds * _FORGETTING ** (self._num_prefills - cost.latest)
-            known.append((size, max(forgotten, min(seconds, cost.least))))
+            known.append((size, self._remembered(cost, seconds)))
         return known
+
+    def _remembered(self, cost: _SizeCost, most: float = math.inf) -> float:
+        """What is left of what a size was seen to add."""
+        seconds = min(cost.seconds, most)
+        age = self._num_prefills - cost.latest
+        return max(seconds * _FORGETTING**age, min(seconds, cost.measured) * _FORGETTING_MEASURED**age)
 
     def _size(self, tokens: int) -> int:
         return self._sizes[min(bisect_left(self._sizes, tokens), len(self._sizes) - 1)]
@@ -218,13 +228,13 @@ class _SizeCost:
     Attributes:
         count: steps that had it.
         latest: number of the last one, of all that had a prefill.
-        least: what it was measured to add; 0: it was not measured.
+        measured: seconds that it was measured to add at the start; 0: it was not.
     """
 
     seconds: float
     count: int
     latest: int
-    least: float = 0.0
+    measured: float = 0.0
 
 
 class _LatestSteps:
