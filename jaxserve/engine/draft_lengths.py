@@ -18,7 +18,7 @@ _COMMON_MEMORY = 0.98  # of all sequences' drafts, with each that brings some
 _FEW = 3  # steps of a kind that show what it takes
 _OUTLIER = 2.0  # a step that takes this many times as long as usual counts as this long
 _PROBE_COST = 0.01  # of all time, that is spent on seeing whether drafts would pay by now
-_LEAST_CHANCE = 0.1  # of being kept, that a draft of a row must have: less is not worth its place, and attention to it
+_LEAST_CHANCE = 0.05  # of being right, below which a row's drafts practically never are: it brings none
 _LOOK_AGAIN = 32  # tokens after which a row that brings no drafts is allowed some, to see whether they would be right
 _SHOWING_SHARE = 0.05  # of a step without drafts, that showing it to a head takes until that is known
 _LEAST_GAIN = 1.02  # of the throughput without drafts: they must be worth more than how well it is known
@@ -57,9 +57,10 @@ class DraftLengths:
     """Chooses the number of drafts of each step: the one that is expected to give most tokens a second, or none.
 
     What drafts bring follows from how often each sequence's were right lately, and what they cost from how long steps with
-    and without them took at that number of rows. A step is padded to as many for all rows, whatever each of them brings; of
-    these a row brings those that have some chance of being kept, going by its own drafts, and perhaps none. Where drafts do
-    not pay, one step in many brings some nevertheless, so that a change is noticed; how many depends on what that costs.
+    and without them took at that number of rows. A step is padded to as many for all rows, whatever each of them brings, so
+    that a row saves nothing by bringing fewer: it brings all, or none where its own drafts practically never hold. Where
+    drafts do not pay, one step in many brings some nevertheless, so that a change is noticed; how many depends on what that
+    costs.
 
     Args:
         lengths: numbers of drafts that are compiled, ascending.
@@ -227,15 +228,10 @@ def size_class(num_rows: int) -> int:
 
 
 def _own_length(sequence: Sequence, length: int, common: float) -> int:
-    """Drafts of a row, of so many, that its own ones of late give a chance."""
+    """Drafts that a row brings to a step of so many: all, or none where its own ones of late practically never held."""
     if sequence.num_output_launched - sequence.drafted_at >= _LOOK_AGAIN:
         return length
-    chance = right = sequence.draft_record.found_acceptance(common)
-    count = 0
-    while count < length and chance >= _LEAST_CHANCE:
-        count += 1
-        chance *= right
-    return count
+    return length if sequence.draft_record.found_acceptance(common) >= _LEAST_CHANCE else 0
 
 
 def _tokens(right: float, length: int) -> float:

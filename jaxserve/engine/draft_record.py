@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_PRIOR_WEIGHT = 4.0  # drafts that a guess counts for
+_PRIOR_WEIGHT = 6.0  # drafts that a guess counts for: with fewer, chance ends drafts that pay a little
 
 
 @dataclass

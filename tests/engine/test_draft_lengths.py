@@ -100,7 +100,7 @@ def test_it_is_noticed_when_drafts_become_right_and_wrong_again() -> None:
     assert device.chosen[-100:].count(4) < 10
 
 
-def test_each_row_drafts_as_far_as_its_own_drafts_hold() -> None:
+def test_each_row_brings_all_drafts_of_a_step_unless_its_own_never_hold() -> None:
     device = Device(DraftLengths("test", (4,), 8), 3, seconds_per_draft=0.3e-3)
     device.run(600, (0.95, 0.0, 0.5))
     late = np.array([counts for counts, chosen in zip(device.of_rows, device.chosen, strict=True) if chosen][-300:])
@@ -108,7 +108,7 @@ def test_each_row_drafts_as_far_as_its_own_drafts_hold() -> None:
     good, bad, middling = late.T
     assert np.mean(good) > 3.9
     assert np.mean(bad > 0) < 0.1 and bad.any()  # now and then it is looked whether that has changed
-    assert 2.0 < np.mean(middling) < 3.5
+    assert np.mean(middling) > 3.9  # the step is not shorter for fewer
     # A row whose drafts become right is noticed, and one whose drafts become wrong.
     device.run(300, (0.0, 0.95, 0.95))
     good, bad, middling = np.array(device.of_rows[-100:]).T
@@ -178,7 +178,8 @@ def test_a_look_at_what_drafts_bring_counts_what_it_takes_to_make_somebody_ready
         spaces.append(looks[-1] - looks[-2])
         # What a look is expected to lose is a hundredth of the time from one to the next.
         lost = seconds / PLAIN + 1.4 - lengths.expected_tokens(trial.sequences, 4, 4)
-        assert spaces[-1] == pytest.approx(lost / 0.01, abs=3)
+        # (What steps take is seen through their noise.)
+        assert spaces[-1] == pytest.approx(lost / 0.01, rel=0.01, abs=3)
     assert spaces[1] > 5 * spaces[0]
 
 

@@ -95,6 +95,20 @@ def test_heads_that_are_right_are_shown_everything(seqs: int) -> None:
     assert np.mean([batch.is_shown for batch in device.batches]) > 0.95
 
 
+@pytest.mark.parametrize(
+    ("seqs", "acceptance", "most"), [(1, 0.3, 0.9), (8, 0.35, 0.9), (1, 0.25, 0.97), (3, 0.25, 0.98)]
+)
+def test_heads_that_are_seldom_right_keep_most_of_what_little_they_gain(
+    seqs: int, acceptance: float, most: float
+) -> None:
+    trace = prompts(24 if seqs == 1 else 10 * seqs, 600, 150)
+    plain, _ = simulated(trace, seqs, None)
+    always, _ = simulated(trace, seqs, acceptance, adaptive=False)
+    adaptive, _ = simulated(trace, seqs, acceptance)
+    assert mean_time_per_token(always) < most * mean_time_per_token(plain)
+    assert mean_time_per_token(adaptive) < most * mean_time_per_token(plain)
+
+
 def test_heads_draft_again_when_they_become_right() -> None:
     trace = [replace(request, num_output=4000) for request in prompts(4, 600, 200)]
     plain, _ = simulated(trace, 4, None)
