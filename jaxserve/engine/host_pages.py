@@ -50,7 +50,7 @@ class OffloadStats:
 
 
 class HostPages(Generic[OwnerT]):
-    """Places for pages that the device had no room for, the least recently used given up first.
+    """Places for pages that the device had no room for, the least recently used given up first, pinned ones last of all.
 
     Args:
         num_places: pages that host memory holds.
@@ -64,11 +64,12 @@ class HostPages(Generic[OwnerT]):
         self._room = room
         self._free = list(range(num_places - 1, -1, -1))
         self._owners: OrderedDict[int, OwnerT] = OrderedDict()  # by place, in the order of their last use
+        self._pinned: OrderedDict[int, OwnerT] = OrderedDict()  # likewise; no place is in both
         self._copies: list[PageCopy] = []
         self._num_storing = 0  # of them, those to host memory
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self._owners) + len(self._pinned)
 
     @property
     def may_store(self) -> bool:
@@ -79,10 +80,10 @@ class HostPages(Generic[OwnerT]):
     def is_full(self) -> bool:
         return not self._free
 
-    def store(self, owner: OwnerT, page: int) -> int:
+    def store(self, owner: OwnerT, page: int, *, is_pinned: bool = False) -> int:
         """The place that the content of `page` gets; there must be a free one."""
         place = self._free.pop()
-        self._owners[place] = owner
+        (self._pinned if is_pinned else self._owners)[place] = owner
         self._copies.append(PageCopy(True, page, place))
         self._num_storing += 1
         self.num_stored += 1
@@ -97,17 +98,32 @@ class HostPages(Generic[OwnerT]):
 
     def free(self, place: int) -> None:
         """Gives a place up, whose content is not needed here any more."""
-        del self._owners[place]
+        del self._order_of(place)[place]
         self._free.append(place)
 
-    def oldest(self) -> OwnerT | None:
-        """Whose page was used least recently."""
-        return next(iter(self._owners.values()), None)
+    def pin(self, place: int) -> None:
+        """From now on, what lies there is given up after all that is not pinned."""
+        if place in self._owners:
+            self._pinned[place] = self._owners.pop(place)
+
+    def oldest(self, *, pinned: bool = True) -> OwnerT | None:
+        """Whose page is to be given up first; None: nobody's.
+
+        Args:
+            pinned: whether a pinned one may be, if there is no other.
+        """
+        for order in (self._owners, self._pinned) if pinned else (self._owners,):
+            for owner in order.values():
+                return owner
+        return None
 
     def touch(self, places: Iterable[int]) -> None:
         """Counts places as used just now, the last one latest."""
         for place in places:
-            self._owners.move_to_end(place)
+            self._order_of(place).move_to_end(place)
+
+    def _order_of(self, place: int) -> OrderedDict[int, OwnerT]:
+        return self._owners if place in self._owners else self._pinned
 
     def begin_step(self, *, others_decode: bool) -> None:
         """From now on the next step is decided."""

@@ -36,7 +36,7 @@ class PageNode:
         key: the page's token ids, int32, as bytes. The ids themselves and no hash: pages cannot be taken for one another.
         parent: the page before it; None for the first of a domain.
         holders: sequences that use it; whoever holds a page holds every one before it.
-        is_pinned: evicted only when nothing else is left.
+        is_pinned: evicted only when nothing else is left, and given up in host memory only for another pinned one.
     """
 
     page: int
@@ -182,6 +182,8 @@ class PrefixCache:
             path.append(node)
             siblings = node.children
         for node in reversed(path):  # children before their parents, as they lie among the idle
+            if self._host is not None and node.place != NOWHERE:
+                self._host.pin(node.place)
             if node.holders or not node.is_on_device:
                 node.is_pinned = True
                 continue
@@ -198,12 +200,13 @@ class PrefixCache:
         if not host.may_store:
             return False
         if host.is_full:
-            # As on the device, a page was used no later than the one before it: nothing comes after the oldest.
-            oldest = host.oldest()
+            # As on the device, a page was used no later than the one before it, and what comes before a pinned one is
+            # pinned: nothing that should stay longer comes after the oldest.
+            oldest = host.oldest(pinned=node.is_pinned)
             if oldest is None:
                 return False
             host.num_dropped += self._forget(oldest)
-        node.place = host.store(node, page)
+        node.place = host.store(node, page, is_pinned=node.is_pinned)
         return True
 
     def _leave_host(self, node: PageNode) -> None:

@@ -131,6 +131,43 @@ def test_a_pinned_prompt_comes_back_pinned() -> None:
     harness.check_done()
 
 
+@pytest.mark.parametrize("pinned_late", [False, True])
+def test_a_pinned_prompt_is_given_up_last_in_host_memory_too(pinned_late: bool) -> None:
+    """Room for 6 pages, of which the pinned prompt needs 2: others that come later and take turns push out each other."""
+    harness = Harness(SMALL, host_pages=6)
+    pinned = prompt((1, 11))
+    if not pinned_late:
+        harness.scheduler.pages.pin(pinned)
+    harness.add(pinned, max_tokens=1)
+    harness.run()
+    crowd(harness, 2, length=30)  # needs every page there is: the pinned ones go to host memory
+    if pinned_late:
+        harness.scheduler.pages.pin(pinned)
+    crowd(harness, 3, 4, 5, 6)
+    assert len(host_of(harness)) == 6
+    key = harness.add([*pinned, 5], max_tokens=2)
+    harness.run()
+    assert cached(harness, key) == 8
+    harness.check_done()
+
+
+def test_pinned_pages_make_room_for_pinned_pages_alone() -> None:
+    """Host memory that they fill takes nobody else's."""
+    harness = Harness(SMALL, host_pages=4)
+    pinned = prompt((1, 27))
+    harness.scheduler.pages.pin(pinned)
+    harness.add(pinned, max_tokens=1)
+    harness.run()
+    crowd(harness, 2, length=28)
+    crowd(harness, 3, length=28)
+    key = harness.add([*pinned, 5], max_tokens=2)
+    harness.run()
+    assert cached(harness, key) > 0
+    harness.scheduler.pages.flush()
+    assert len(host_of(harness)) == 0
+    harness.check_done()
+
+
 @pytest.mark.parametrize("host_pages", [1, 3, 40])
 @given(trace=shared_traces())
 def test_wherever_pages_lie_every_request_gives_its_solo_tokens(host_pages: int, trace: Trace) -> None:
