@@ -27,6 +27,7 @@ class Difference:
     Attributes:
         before, after: in `unit`.
         low, high: 95% interval of the relative difference, by resampling requests (and rounds, where there are several).
+        is_judged: whether it says which is faster: not where requests failed, since the others had their room.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Difference:
     low: float
     high: float
     unit: str = "ms"
+    is_judged: bool = True
 
     @property
     def change(self) -> float:
@@ -44,10 +46,12 @@ class Difference:
 
     @property
     def is_beyond_noise(self) -> bool:
-        return self.low > 0 or self.high < 0
+        return self.is_judged and (self.low > 0 or self.high < 0)
 
     def __str__(self) -> str:
-        if self.is_beyond_noise:
+        if not self.is_judged:
+            words = "not judged, since requests failed"
+        elif self.is_beyond_noise:
             more, less = ("slower", "faster") if self.unit == "ms" else ("more", "less")
             words = f"{more if self.change > 0 else less} by {abs(self.change):.1%}"
         else:
@@ -61,7 +65,7 @@ class Difference:
 @dataclass(frozen=True)
 class Comparison:
     """Attributes:
-    notes: what the two were not measured alike in, and what only one of them has: sentences.
+    notes: what the two were not measured alike in, what only one of them has, and where requests failed: sentences.
     """
 
     notes: list[str]
@@ -90,9 +94,17 @@ def compare(before: Sequence[Series], after: Sequence[Series]) -> Comparison:
         if fields:
             notes.append(f"{first.name} was not measured alike, which may be why figures differ: {', '.join(fields)}")
         others = {point.summary.load: point for point in second.points}
-        for point in first.points:
-            if point.summary.load in others:
-                found += _differences(first.name, point, others[point.summary.load])
+        shared = [(point, others[point.summary.load]) for point in first.points if point.summary.load in others]
+        for side, part in (("A", first), ("B", second)):
+            own = [point.summary.load for point in part.points]
+            alone = [load.label for load in own if load not in {point.summary.load for point, _ in shared}]
+            if alone:
+                notes.append(f"only {side} has {part.name} at {', '.join(alone)}")
+        for pair in shared:
+            for side, point in zip("AB", pair, strict=True):
+                if point.summary.failures:
+                    notes.append(f"{first.name} at {point.summary.load.label} in {side}: {point.summary.failures}")
+            found += _differences(first.name, *pair)
     if not found:
         raise ValueError("; ".join(["the two have no load of the same configuration in common", *notes]))
     return Comparison(notes, found)
@@ -101,6 +113,7 @@ def compare(before: Sequence[Series], after: Sequence[Series]) -> Comparison:
 def _differences(name: str, before: Point, after: Point) -> Iterator[Difference]:
     sides = [[record for record in point.records if record.error is None] for point in (before, after)]
     load = before.summary.load
+    is_judged = not before.summary.num_failed and not after.summary.num_failed
 
     def difference(
         metric: str, make: Callable[[list[RequestRecord]], Statistic | None], figures: Sequence[float] | None = None
@@ -125,7 +138,9 @@ def _differences(name: str, before: Point, after: Point) -> Iterator[Difference]
         shown = [point * 1e3 for point in points] if figures is None else figures
         scale = shown[1] / shown[0] / (points[1] / points[0])
         unit = "ms" if figures is None else "tok/s"
-        yield Difference(name, load.label, metric, shown[0], shown[1], low * scale - 1, high * scale - 1, unit)
+        yield Difference(
+            name, load.label, metric, shown[0], shown[1], low * scale - 1, high * scale - 1, unit, is_judged
+        )
 
     has_p90 = min(map(len, sides)) >= _LEAST_FOR_P90
     for metric, value in (("TPOT", _tpot), ("TTFT", _ttft)):

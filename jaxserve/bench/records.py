@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import numpy as np
 from jaxserve.bench.json_files import from_json
 
 _STATISTICS = ("mean", "p50", "p90", "p99")
+_REASON_CHARACTERS = 160  # of why a request failed: an endpoint may answer with a whole page
 
 LoadKind = Literal["concurrency", "rate", "trace"]
 
@@ -159,6 +161,7 @@ class Summary:
         compute_utilization: MFU: share of the device's measured matrix rate that prompts and answers needed.
         itl_ms: ITL over all requests together; "worst" is the largest 99th percentile that a single request had. None where
             it was not noted.
+        first_failure: why the first of the failed requests did.
     """
 
     load: Load
@@ -173,6 +176,20 @@ class Summary:
     compute_utilization: float | None = None
     itl_ms: dict[str, float] | None = None
     ttft_floor_ms: float | None = None
+    first_failure: str | None = None
+
+    @property
+    def failures(self) -> str | None:
+        """How many requests failed and why, on one line; None where none did."""
+        if not self.num_failed:
+            return None
+        reason = self.reason and f": {self.reason}"
+        return f"{self.num_failed} of {self.num_requests + self.num_failed} requests failed{reason}"
+
+    @property
+    def reason(self) -> str:
+        """`first_failure` on one line, as far as it is told; empty where there is none."""
+        return textwrap.shorten(self.first_failure or "", _REASON_CHARACTERS, placeholder=" …")
 
     @property
     def bandwidth_utilization(self) -> float | None:
@@ -207,7 +224,7 @@ def summarize(load: Load, runs: Sequence[RunResult]) -> Summary:
     records = [record for run in runs for record in run.records]
     failed = [record for record in records if record.error is not None]
     if len(failed) == len(records):
-        reason = failed[0].error if failed else "none was sent"
+        reason = first_failure(records) or "none was sent"
         raise RuntimeError(f"no request was answered at {load.label}: {reason}")
     answered = [[record for record in run.records if record.error is None] for run in runs]
     answered = [part for part in answered if part]
@@ -224,7 +241,13 @@ def summarize(load: Load, runs: Sequence[RunResult]) -> Summary:
         mean_running=float(np.median([mean_running(part, load) for part in answered])),
         host_gap=float(np.median(gaps)) if gaps else None,
         itl_ms=_inter_token_statistics(answered),
+        first_failure=first_failure(records),
     )
+
+
+def first_failure(records: Sequence[RequestRecord]) -> str | None:
+    """Why the first of the requests that failed did; None where none did."""
+    return next((record.error for record in records if record.error is not None), None)
 
 
 def mean_running(records: Sequence[RequestRecord], load: Load) -> float:
@@ -263,7 +286,7 @@ def format_table(summaries: Sequence[Summary]) -> str:
     rows: list[tuple[str, ...]] = [head, *(_table_row(summary) for summary in summaries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines += [f"{part.num_failed} requests failed at {part.load.label}" for part in summaries if part.num_failed]
+    lines += [f"at {part.load.label}: {part.failures}" for part in summaries if part.failures]
     return "\n".join(lines)
 
 

@@ -122,6 +122,10 @@ def _page(title: str, series: Sequence[Series], said: Sequence[str], drawn: Sequ
         "<h2>Figures</h2><p>Times in milliseconds; the floor is every weight and every live page read once.</p>"
     )
     parts.append(f'<div class="wide">{_table(series)}</div>')
+    parts += [
+        f"<p>{html.escape(f'{part.name} {point.summary.load.words}: {point.summary.failures}')}.</p>"
+        for part in series for point in part.points if point.summary.failures
+    ]  # fmt: skip
     parts.append("<h2>How it was measured</h2>")
     parts += [_origin(part) for part in series]
     head = (

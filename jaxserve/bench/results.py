@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.json_files import from_json, read_json, read_json_lines
-from jaxserve.bench.records import Load, RequestRecord, RunResult, Snapshot, Summary
+from jaxserve.bench.records import Load, RequestRecord, RunResult, Snapshot, Summary, first_failure
 
 _ENVIRONMENT = "environment.json"
 # Runs that agree in these are parts of one run.
@@ -202,7 +202,8 @@ def read_series(folder: Path) -> Series:
         records = read_json_lines(folder / f"{name}.jsonl", RequestRecord.from_json)
         timeline_path = folder / f"{name}.timeline.jsonl"
         timeline = read_json_lines(timeline_path, Snapshot.from_json) if timeline_path.is_file() else []
-        points.append(Point(read_json(path, Summary.from_json), records, timeline))
+        summary = replace(read_json(path, Summary.from_json), first_failure=first_failure(records))
+        points.append(Point(summary, records, timeline))
     return Series(folder.name, environment, sorted(points, key=_by_load))
 
 

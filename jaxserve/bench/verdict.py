@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.bench.records import Summary
-from jaxserve.bench.results import Series
+from jaxserve.bench.results import Point, Series
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,39 @@ class Candidate:
 
 
 def verdict(series: Sequence[Series], slo_tpot_ms: float) -> str:
-    """The best point under the goal (mean TPOT), by output tokens a second for each device, and the next configuration."""
+    """The best point under the goal (mean TPOT), by output tokens a second for each device, and the next configuration.
+
+    Points with failed requests do not count, and are named: whoever answers few has time for them.
+    """
+    left_out = [words for part in series if (words := _failures(part))]
+    told = _best(series, slo_tpot_ms)
+    return f"{told} Left out, since requests failed: {'; '.join(left_out)}." if left_out else told
+
+
+def _failures(part: Series) -> str | None:
+    """At which loads of a configuration how many requests failed, and why; None where none did."""
+    failed = [point.summary for point in _judged(part) if point.summary.num_failed]
+    if not failed:
+        return None
+    loads = [f"{each.load.label} ({each.num_failed} of {each.num_requests + each.num_failed})" for each in failed]
+    reason = next((f": {each.reason}" for each in failed if each.reason), "")
+    return f"{part.name} at {', '.join(loads)}{reason}"
+
+
+def _judged(part: Series) -> list[Point]:
     # Static batching is there to be looked at: its tokens come fast since nobody is let in, and who waits is not asked.
+    return [] if part.setting("static_batching") else part.points
+
+
+def _best(series: Sequence[Series], slo_tpot_ms: float) -> str:
     candidates = [
         Candidate(part, point.summary)
         for part in series
-        for point in part.points
-        if point.summary.tpot_ms["mean"] and not part.setting("static_batching")
+        for point in _judged(part)
+        if point.summary.tpot_ms["mean"] and not point.summary.num_failed
     ]
     if not candidates:
-        return "Nothing was measured."
+        return "There is no load to judge."
     good = [candidate for candidate in candidates if candidate.tpot <= slo_tpot_ms]
     goal = f"a goal of {slo_tpot_ms:g} ms per token ({1000 / slo_tpot_ms:.0f} tokens a second for each user)"
     if not good:

@@ -220,7 +220,8 @@ def measure_model(
 
 
 def show(summary: Summary) -> None:
-    typer.echo(f"  {summary.load.label}: TPOT {summary.tpot_ms['mean']:.2f} ms", err=True)
+    failures = f"; {summary.failures}" if summary.failures else ""
+    typer.echo(f"  {summary.load.label}: TPOT {summary.tpot_ms['mean']:.2f} ms{failures}", err=True)
 
 
 def _tell_load(load: Load, num_requests: int) -> None:

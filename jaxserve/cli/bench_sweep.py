@@ -213,7 +213,7 @@ def compare(
         comparison = compare_series(find_series(before), find_series(after))
         for line in (*comparison.notes, *comparison.differences):
             typer.echo(str(line))
-        differences = comparison.differences
+        differences = [difference for difference in comparison.differences if difference.is_judged]
         beyond = sum(difference.is_beyond_noise for difference in differences)
         typer.echo(
             f"{beyond} of {len(differences)} differences are beyond the noise between requests "

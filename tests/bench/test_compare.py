@@ -72,6 +72,26 @@ def test_runs_with_nothing_in_common_cannot_be_compared(tmp_path: Path) -> None:
         compare([one], [other])
 
 
+def test_loads_that_only_one_side_has_are_told(tmp_path: Path) -> None:
+    one = read_series(write_run(tmp_path / "a", "TP1", loads=LOADS[:3]))
+    other = read_series(write_run(tmp_path / "b", "TP1", loads=(*LOADS[2:4], *RATES[:1])))
+    assert compare([one], [other]).notes == ["only A has TP1 at 1, 4", "only B has TP1 at 16, 1/s"]
+    assert compare([one], [one]).notes == []
+    with pytest.raises(ValueError, match="in common; only A has TP1 at 1; only B has TP1 at 4"):
+        compare([replace(one, points=one.points[:1])], [replace(one, points=one.points[1:2])])
+
+
+@pytest.mark.parametrize("failures", [(0, 7), (7, 0), (1, 7)])
+def test_who_refuses_requests_is_not_called_faster(failures: tuple[int, int], tmp_path: Path) -> None:
+    for side, failed, tpot in zip("ab", failures, (5.0, 1.0), strict=True):
+        write_run(tmp_path / side, "TP1", loads=LOADS[:1], failures=failed, tpot_ms=tpot)
+    code, output = command("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert code == 0 and "not judged, since requests failed" in output
+    assert "faster by" not in output and "more by" not in output and "0 of 0 differences" in output
+    for side, failed in zip("AB", failures, strict=True):
+        assert (f"TP1 at 1 in {side}: {failed} of 8 requests failed: status 500" in output) == bool(failed)
+
+
 def test_compare_on_the_command_line(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "TP1", loads=LOADS[:2])
     write_run(tmp_path / "b", "other", loads=LOADS[:2], tpot_ms=6.0)

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxserve.bench.records import Load, RequestRecord, RunResult, Summary, format_table, summarize
+from jaxserve.cli.bench import show
 
 
 def record(ttft: float, tpot: float, tokens: int = 11, **fields: object) -> RequestRecord:
@@ -67,7 +68,19 @@ def test_failed_requests_are_counted_and_say_nothing_about_times() -> None:
     summary = summarize(Load("concurrency", 1), [run(record(0.1, 0.01), record(9.0, 9.0, error="status 500"))])
     assert (summary.num_requests, summary.num_failed) == (1, 1)
     assert summary.tpot_ms["mean"] == pytest.approx(10)
-    assert "1 requests failed at 1" in format_table([summary])
+    assert "at 1: 1 of 2 requests failed: status 500" in format_table([summary])
+    assert summary.first_failure == "status 500" and Summary.from_json(summary.to_json()) == summary
+
+
+def test_what_a_load_gave_is_told_with_its_failures_as_soon_as_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sweep shows no more of its runs than this line."""
+    page = "status 503: <html>\n" + "busy " * 100
+    show(summarize(Load("concurrency", 8), [run(record(0.1, 0.01), record(9.0, 9.0, error=page))]))
+    line = capsys.readouterr().err
+    assert line.startswith("  8: TPOT 10.00 ms; 1 of 2 requests failed: status 503: <html> busy busy")
+    assert line.count("\n") == 1 and len(line) < 250
+    show(summarize(Load("concurrency", 8), [run(record(0.1, 0.01))]))
+    assert capsys.readouterr().err == "  8: TPOT 10.00 ms\n"
 
 
 def test_nothing_but_failures_is_an_error_with_the_reason() -> None:

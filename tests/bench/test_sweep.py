@@ -247,7 +247,18 @@ def test_static_batching_is_no_configuration_to_choose(tmp_path: Path) -> None:
     plain = series_of(tmp_path, "TP1", tpot_ms=5.0)
     static = series_of(tmp_path, "TP1 static", tpot_ms=1.0, settings={"static_batching": True})
     assert "best configuration is TP1 with" in verdict([static, plain], 20.0)
-    assert verdict([static], 20.0) == "Nothing was measured."
+    assert verdict([static], 20.0) == "There is no load to judge."
+
+
+def test_a_server_that_refuses_most_requests_does_not_win(tmp_path: Path) -> None:
+    """Those that it answers have it to themselves."""
+    good = series_of(tmp_path, "TP1", tpot_ms=5.0)
+    refusing = series_of(tmp_path, "peer", tpot_ms=1.0, failures=7)  # at each load
+    text = verdict([good, refusing], 20.0)
+    assert "the best configuration is TP1 with" in text and "the next, peer" not in text
+    assert "Left out, since requests failed: peer at 1 (7 of 8), 4 (7 of 12)" in text and text.endswith(": status 500.")
+    assert verdict([refusing], 20.0).startswith("There is no load to judge. Left out, since requests failed: peer at")
+    assert "Left out" not in verdict([good], 20.0)
 
 
 def test_the_others_are_named_where_only_one_meets_the_goal(tmp_path: Path) -> None:
@@ -285,6 +296,15 @@ def test_the_report_is_one_file_that_needs_nothing_else(reported: Path) -> None:
     assert len(ids) == len(set(ids)), "two charts share an id: one would be drawn with the other's shapes"
     data = json.loads((reported / "summary.json").read_text())
     assert len(data["runs"]) == 6 and data["verdict"].startswith("Under a goal of 8 ms")
+
+
+def test_the_report_tells_why_requests_failed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_run(tmp_path, "TP1", loads=LOADS[:1], failures=3)
+    code, output = command("report", str(tmp_path), "--slo-tpot-ms", "8")
+    assert code == 0 and "Left out, since requests failed: TP1 at 1 (3 of 8): status 500." in output
+    page = (tmp_path / "report.html").read_text()
+    assert "TP1 with 1 request in flight: 3 of 8 requests failed: status 500." in page
 
 
 def test_configurations_stand_in_order_whatever_their_folders_are_called(reported: Path) -> None:
