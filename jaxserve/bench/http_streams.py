@@ -98,6 +98,8 @@ class _Connection(asyncio.Protocol):
     _parser: httptools.HttpResponseParser | None = None
     _body: list[bytes] = field(default_factory=list)
     _now: float = 0.0
+    _has_length: bool = False  # whether the answer's head tells where its body ends
+    _ends_with_connection: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -107,6 +109,7 @@ class _Connection(asyncio.Protocol):
         self._on_bytes = on_bytes
         self.has_begun = False
         self._body = []
+        self._ends_with_connection = False
         self._parser = httptools.HttpResponseParser(self)
         self._result = asyncio.get_running_loop().create_future()
         if self._transport is None or self._transport.is_closing():
@@ -134,9 +137,23 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if exc is None and self._ends_with_connection:
+            self.on_message_complete()
         self._fail(ConnectionLostError(f"the endpoint closed the connection{f': {exc}' if exc else ''}"))
 
     # What httptools calls, while it is fed.
+
+    def on_message_begin(self) -> None:
+        self._has_length = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        field = name.lower()
+        self._has_length |= field == b"content-length" or (
+            field == b"transfer-encoding" and b"chunked" in value.lower()
+        )
+
+    def on_headers_complete(self) -> None:
+        self._ends_with_connection = not self._has_length
 
     def on_body(self, body: bytes) -> None:
         if self._parser is not None and self._parser.get_status_code() == 200 and self._on_bytes is not None:

@@ -280,6 +280,33 @@ async def test_a_whole_answer_of_any_endpoint_is_measured_without_its_own_number
     assert body["stream_options"] == {"include_usage": True}
 
 
+ENDLESS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (ENDLESS + TEXT + USAGE + DONE, None),
+        (ENDLESS + TEXT, r"ended without \[DONE\]"),
+        (b"HTTP/1.0 503 Busy\r\n\r\ncome again", "status 503: come again"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 900\r\n\r\n" + TEXT, "closed the connection"),
+        (b"HTTP/1.1 200 OK\r\ncontent-type", "closed the connection"),
+    ],
+)
+async def test_an_answer_without_a_length_ends_with_the_connection(answer: bytes, error: str | None) -> None:
+    def respond(writer: asyncio.StreamWriter, count: int) -> None:
+        writer.write(answer)
+        writer.close()
+
+    async with scripted(respond) as (url, requests):
+        record = await asyncio.to_thread(record_of, url)
+    assert len(requests) == 1
+    if error is None:
+        assert (record.error, record.output_tokens) == (None, 20)
+    else:
+        assert record.error is not None and re.search(error, record.error), record.error
+
+
 async def test_nobody_listening_is_an_error_of_the_request() -> None:
     async with scripted(lambda writer, count: None) as (url, _):
         pass
