@@ -199,12 +199,29 @@ def read_series(folder: Path) -> Series:
     points = []
     for path in folder.glob("*.summary.json"):
         name = path.name.removesuffix(".summary.json")
-        records = read_json_lines(folder / f"{name}.jsonl", RequestRecord.from_json)
+        summary = read_json(path, Summary.from_json)
+        records = _read_records(folder / f"{name}.jsonl", path, summary)
         timeline_path = folder / f"{name}.timeline.jsonl"
         timeline = read_json_lines(timeline_path, Snapshot.from_json) if timeline_path.is_file() else []
-        summary = replace(read_json(path, Summary.from_json), first_failure=first_failure(records))
-        points.append(Point(summary, records, timeline))
+        points.append(Point(replace(summary, first_failure=first_failure(records)), records, timeline))
     return Series(folder.name, environment, sorted(points, key=_by_load))
+
+
+def _read_records(path: Path, summary_path: Path, summary: Summary) -> list[RequestRecord]:
+    """Raises:
+    ValueError: they are not there, or not those of all requests that the summary tells of.
+    """
+    remedy = (
+        f"copy it anew, or remove {summary_path.name} and run the same command again, which measures that load anew"
+    )
+    try:
+        records = read_json_lines(path, RequestRecord.from_json)
+    except FileNotFoundError:
+        raise ValueError(f"{path}, with the requests of {summary_path.name}, is missing: {remedy}") from None
+    wanted = summary.num_requests + summary.num_failed
+    if len(records) != wanted:
+        raise ValueError(f"{path} holds {len(records)} requests, not the {wanted} of {summary_path.name}: {remedy}")
+    return records
 
 
 def _checked_environment(data: dict[str, Any]) -> dict[str, Any]:

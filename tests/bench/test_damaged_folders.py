@@ -59,6 +59,9 @@ def without(name: str) -> Any:
         ("concurrency-4.summary.json", without("num_failed"), ": num_failed is missing"),
         ("concurrency-4.jsonl", lambda text: text[:-30], ", line 12 is no whole JSON"),
         ("concurrency-4.jsonl", lambda text: '{"name": "x"}\n', ", line 1 is not what `jaxserve bench` writes"),
+        ("concurrency-4.jsonl", lambda text: text[: text.rindex("\n", 0, -1) + 1], " holds 11 requests, not the 12 of"),
+        ("concurrency-4.jsonl", lambda text: "", " holds 0 requests, not the 12 of concurrency-4.summary.json: copy it"),
+        ("concurrency-4.jsonl", lambda text: None, " is missing: copy it anew, or remove concurrency-4.summary.json"),
         ("concurrency-4.jsonl", changed(submitted="soon"), ", line 1 is not what `jaxserve bench` writes: submitted is"),
         ("concurrency-4.timeline.jsonl", lambda text: "null\n", ", line 1 holds no JSON object"),
         ("concurrency-4.timeline.jsonl", changed(time=None), ": time is 'None'"),
@@ -67,7 +70,11 @@ def without(name: str) -> Any:
 def test_a_damaged_file_is_named(name: str, change: Any, message: str, tmp_path: Path) -> None:
     file = write_run(tmp_path / "a", "TP1", loads=LOADS) / name
     write_run(tmp_path / "b", "TP1", loads=LOADS)
-    file.write_text(change(file.read_text()))
+    text = change(file.read_text())
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
     for arguments in (["report", tmp_path / "a"], ["compare", tmp_path / "b", tmp_path / "a"]):
         said = failure(*arguments)
         assert str(file) in said and message in said
@@ -91,8 +98,11 @@ def test_what_is_no_folder_of_runs_is_told(tmp_path: Path) -> None:
 
 def test_fields_of_a_newer_version_do_no_harm(tmp_path: Path) -> None:
     runs = write_run(tmp_path, "TP1", loads=LOADS)
-    for name in ("concurrency-4.summary.json", "concurrency-4.jsonl", "environment.json"):
-        (runs / name).write_text(changed(field_of_tomorrow=1)((runs / name).read_text()))
+    change = changed(field_of_tomorrow=1)
+    for name in ("concurrency-4.summary.json", "environment.json"):
+        (runs / name).write_text(change((runs / name).read_text()))
+    records = runs / "concurrency-4.jsonl"
+    records.write_text("".join(map(change, records.read_text().splitlines())))
     result = CliRunner().invoke(build_app(), ["bench", "compare", str(tmp_path), str(tmp_path)])
     assert result.exit_code == 0, result.output
 
