@@ -91,6 +91,7 @@ def run(
     """Measure an engine in this process, or any OpenAI endpoint, at some loads."""
     configure_logging(verbose)
     with reported_errors(verbose):
+        from jaxserve.bench.model_check import check_model
         from jaxserve.bench.run import BenchOptions
         from jaxserve.bench.workload import load_workload
 
@@ -125,6 +126,7 @@ def run(
             )  # fmt: skip
         else:
             claim_device_memory(gpu_memory_utilization, tensor_parallel_size)
+            check_model(model or "", chosen, max_model_len)
             settings: dict[str, Any] = {
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": max_num_batched_tokens,

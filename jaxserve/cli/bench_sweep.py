@@ -99,6 +99,7 @@ def sweep(
     """Measure several configurations at the same loads, and write records, charts and a report into one folder."""
     configure_logging(verbose)
     with reported_errors(verbose):
+        from jaxserve.bench.model_check import check_model
         from jaxserve.bench.run import BenchOptions
         from jaxserve.bench.sweep import Outcome, plan, run_sweep
         from jaxserve.bench.workload import load_workload
@@ -114,7 +115,7 @@ def sweep(
         if extra_body:
             options.parse_json_object(extra_body, "--extra-body")
         for name in model or []:
-            _check_model(name)
+            check_model(name, chosen, max_model_len)
         for text in speculative_config or [None]:
             speculation = None if text is None else read_speculative_config(text, speculative_synthetic_acceptance)
             EngineConfig(
@@ -161,22 +162,6 @@ def sweep(
             typer.echo(f"not done yet: {', '.join(outcome.unfinished)}; the same command goes on from here", err=True)
         if outcome != Outcome():
             raise typer.Exit(EXIT_FAILURE)
-
-
-def _check_model(model: str) -> None:
-    """Raises:
-    ValueError: there is no such model, or a file that describes none.
-    """
-    from jaxserve.models.presets import is_preset, preset_config, preset_names
-
-    if is_preset(model):
-        preset_config(model)
-        return
-    from jaxserve.checkpoint.source import KNOWN_MODELS, is_fetched
-
-    if not is_fetched(model) and not Path(model).expanduser().exists():
-        names = ", ".join((*preset_names(), *KNOWN_MODELS))
-        raise ValueError(f"unknown model {model!r}: give one of {names}, a JSON file, a local folder, or hf:ORG/NAME")
 
 
 def _flags(values: dict[str, object]) -> list[str]:

@@ -87,6 +87,24 @@ def test_a_sweep_checks_what_its_runs_would_fail_with(arguments: list[str], mess
     )
 
 
+def test_requests_that_no_sequence_holds(tmp_path: Path) -> None:
+    folder = str(tmp_path / "study")
+    for command in (["run"], ["sweep", "--model"]):
+        for arguments, most in ((["--max-model-len", "64"], 64), ([], 8192)):
+            message = f"no request of workload 'fixed:9000/8' fits {most} tokens: raise --max-model-len or take another"
+            asked = [*command, "llama-3-8b", "--workload", "fixed:9000/8", *arguments]
+            assert message in refusal("bench", *asked, "--output", folder)
+    assert not Path(folder).exists()
+
+
+def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for command in (["run"], ["sweep", "--model"]):
+        said = refusal("bench", *command, str(tmp_path / "empty"), "--output", str(tmp_path / "study"))
+        assert f"{tmp_path / 'empty'} is no model: it has neither config.json" in said
+    assert not (tmp_path / "study").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
