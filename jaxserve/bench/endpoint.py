@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import httpx
 
+from jaxserve.bench.endpoint_url import split_url
 from jaxserve.bench.records import Snapshot
 from jaxserve.bench.workload import Prompts
 from jaxserve.bench.workload_files import Task
@@ -26,6 +27,9 @@ class EndpointOptions:
             route; "chat": words to /v1/chat/completions.
         ignore_eos: ask for answers of the full length; a field that OpenAI itself does not know.
         extra_body: further fields of every request.
+
+    Raises:
+        ValueError: the URL is none.
     """
 
     url: str
@@ -35,6 +39,9 @@ class EndpointOptions:
     temperature: float = 0.0
     ignore_eos: bool = True
     extra_body: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        split_url(self.url)
 
     @property
     def root(self) -> str:

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
-from urllib.parse import urlsplit
 
 import httptools
+
+from jaxserve.bench.endpoint_url import split_url
 
 OnBytes = Callable[[float, bytes], None]
 
@@ -39,10 +40,8 @@ class StreamPool:
     """Connections to one endpoint, kept open from request to request. Used from one event loop only."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"endpoint {url!r} must look like http://HOST:PORT or https://HOST/PATH")
-        self._host = parts.hostname
+        parts = split_url(url)
+        self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._authority = parts.netloc.rpartition("@")[2]

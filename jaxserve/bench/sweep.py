@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jaxserve.bench.endpoint_url import split_url
 from jaxserve.bench.json_files import from_json, read_json
 from jaxserve.bench.process_group import run_in_group
 from jaxserve.bench.records import Load
@@ -70,8 +71,11 @@ def plan(
         over_http: measure the engines over HTTP only.
 
     Raises:
-        ValueError: there is nothing to measure, two would have the same name, or an acceptance is given for nobody.
+        ValueError: there is nothing to measure, two would have the same name, an endpoint's URL is none, or an acceptance is
+            given for nobody.
     """
+    for url in endpoints:
+        split_url(url)
     if synthetic_acceptance is not None and not speculative_configs:
         raise ValueError(
             "--speculative-synthetic-acceptance says something of --speculative-config only: give that too"

@@ -97,6 +97,7 @@ def run(
 
         if (model is None) == (endpoint is None):
             raise ValueError("give either MODEL or --endpoint URL")
+        further = {} if extra_body is None else options.parse_json_object(extra_body, "--extra-body")
         chosen = load_workload(workload)
         bench_options = BenchOptions(
             workload=chosen,
@@ -117,7 +118,7 @@ def run(
                 form=prompt_form,
                 temperature=temperature,
                 ignore_eos=ignore_eos,
-                extra_body=options.parse_json_object(extra_body, "--extra-body") if extra_body else {},
+                extra_body=further,
             )
             outcome = measure_endpoint(
                 endpoint_options, bench_options, name=name or endpoint, vocab_size=vocab_size, client=client,

@@ -112,7 +112,7 @@ def sweep(
         loads = parse_loads(concurrency, request_rate, trace_speed, has_arrivals=has_arrivals)
         # All that each run would check as well, after it was started.
         BenchOptions(chosen, loads, num_requests, rounds, timeout)
-        if extra_body:
+        if extra_body is not None:
             options.parse_json_object(extra_body, "--extra-body")
         for name in model or []:
             check_model(name, chosen, max_model_len)

@@ -328,7 +328,10 @@ def test_further_fields_are_sent_as_they_are() -> None:
     assert body["return_token_ids"] is True and body["temperature"] == 0.5 and "ignore_eos" not in body
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:8000", "http://"])
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "127.0.0.1:8000", "http://", "http://x:99999", "http://x:port", "http://[::1"]
+)
 def test_an_endpoint_that_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="must look like"):
-        StreamPool(url)
+    for make in (StreamPool, EndpointOptions):
+        with pytest.raises(ValueError, match="must look like"):
+            make(url)

@@ -87,6 +87,22 @@ def test_a_sweep_checks_what_its_runs_would_fail_with(arguments: list[str], mess
     )
 
 
+def test_an_endpoint_without_a_scheme(tmp_path: Path) -> None:
+    message = "endpoint '127.0.0.1:8000' must look like http://HOST:PORT or https://HOST/PATH"
+    endpoint = ["--endpoint", "127.0.0.1:8000", "--output", str(tmp_path / "study")]
+    assert message in refusal("bench", "run", *endpoint)
+    assert message in refusal("bench", "sweep", "--model", "llama-3-8b", *endpoint)
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is no JSON"), ("", "is no JSON"), ("[]", "must be a JSON object")]
+)
+def test_further_fields_that_are_none(text: str, message: str) -> None:
+    for command in (["run", "llama-3-8b"], ["run", "--endpoint", "http://x"], ["sweep", "--model", "llama-3-8b"]):
+        assert f"--extra-body '{text}' {message}" in refusal("bench", *command, "--extra-body", text)
+
+
 def test_requests_that_no_sequence_holds(tmp_path: Path) -> None:
     folder = str(tmp_path / "study")
     for command in (["run"], ["sweep", "--model"]):
