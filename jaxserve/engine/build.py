@@ -26,7 +26,7 @@ from jaxserve.engine.build_drafting import (
 )
 from jaxserve.engine.build_heads import place_head, random_head
 from jaxserve.engine.build_memory import memory_plan, told_when_exhausted
-from jaxserve.engine.capacity import check_steps_fit, check_weights_fit, plan_limits
+from jaxserve.engine.capacity import MemoryShare, check_steps_fit, check_weights_fit, plan_limits
 from jaxserve.engine.client import ONLY_REPLICA, EngineClient, Replica
 from jaxserve.engine.cluster import Follower, Leader
 from jaxserve.engine.cluster_runner import LeadingRunner
@@ -37,7 +37,7 @@ from jaxserve.engine.kv_offload import plan_offload
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import HostMemory
 from jaxserve.engine.prefill_sizes import BALANCED_TOKENS, PrefillSizes, balanced_tokens
-from jaxserve.engine.runner import ModelRunner
+from jaxserve.engine.runner import ModelRunner, device_bytes
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.showing_times import ShowingTimes
 from jaxserve.engine.step_pace import StepPace
@@ -122,7 +122,9 @@ def wanted_quantization(model_config: ModelConfig, config: EngineConfig) -> Quan
     return None
 
 
-def check_model_fits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> None:
+def check_model_fits(
+    model_config: ModelConfig, config: EngineConfig, mesh: Mesh, replica: Replica = ONLY_REPLICA
+) -> None:
     """Before a model is loaded or made, from its sizes alone.
 
     Args:
@@ -133,10 +135,11 @@ def check_model_fits(model_config: ModelConfig, config: EngineConfig, mesh: Mesh
         ValueError: sizes that do not divide over the mesh, or a checkpoint that is quantized in another way.
     """
     dtype = resolve_dtype(config, mesh)
-    check_weights_fit(model_config, config, mesh, dtype)
+    share = MemoryShare(replica.num_to_build)
+    check_weights_fit(model_config, config, mesh, dtype, share)
     quantization = wanted_quantization(model_config, config)
     run = model_config if quantization is None else dataclasses.replace(model_config, quantization=quantization)
-    check_steps_fit(run, config, mesh, dtype, resolve_cache_dtype(config, dtype))
+    check_steps_fit(run, config, mesh, dtype, resolve_cache_dtype(config, dtype), share)
 
 
 def place_params(
@@ -205,9 +208,9 @@ def build_runner(
     device_config = ShardLayout(model_config, mesh.size).device_config
     draft = None if draft is None else _place_draft(draft, config, mesh, progress)
     offload = plan_offload(device_config, config, mesh, cache_dtype)
-    staging = 0 if offload is None else offload.staging_bytes
     draft_bytes = draft_bytes_per_token(draft, cache_dtype)
-    limits = plan_limits(device_config, config, mesh, cache_dtype, draft_bytes, reserved=staging)
+    share = MemoryShare(replica.num_to_build, device_bytes((params, None if draft is None else draft.params)))
+    limits = plan_limits(device_config, config, mesh, cache_dtype, draft_bytes, offload=offload, share=share)
     if cluster is not None:
         limits = cluster.agree(limits)
     device_config = with_longest_sequence(device_config, limits.max_model_len)
@@ -226,7 +229,7 @@ def build_runner(
             config.speculative_config, Model(device_config, params), draft, sizes, mesh, cache_dtype
         )
     host = None if offload is None else HostMemory(offload.num_bytes, offload.num_places)
-    plan = partial(memory_plan, config=config, mesh=mesh, limits=limits, host=host)
+    plan = partial(memory_plan, config=config, mesh=mesh, limits=limits, host=host, share=share)
     page_bytes = limits.page_size * (kv_bytes_per_token(device_config, cache_dtype) + draft_bytes) // mesh.size
     with told_when_exhausted(limits, page_bytes):
         with progress.task("making the KV cache", None, ""):
@@ -397,7 +400,7 @@ def _dummy_model(model_config: ModelConfig, config: EngineConfig, progress: Prog
     if quantization is not None:
         model_config = dataclasses.replace(model_config, quantization=quantization)
     dtype = resolve_dtype(config, mesh)
-    check_model_fits(model_config, config, mesh)
+    check_model_fits(model_config, config, mesh, replica)
     with progress.task("making random weights", None, "arrays"):
         shardings = ShardLayout(model_config, mesh.size).source_shardings(mesh)
         return Model(model_config, init_params(model_config, config.seed or 0, dtype, shardings))

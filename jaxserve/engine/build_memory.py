@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.capacity import usable_bytes
+from jaxserve.engine.capacity import WHOLE, MemoryShare, usable_bytes
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import HostMemory, MemoryPlan, MemoryUse, OutOfMemoryError
 
@@ -20,10 +21,17 @@ _ASKED = re.compile(rf"allocat\w+ ([\d.]+) ?({'|'.join(_UNITS)})")
 
 
 def memory_plan(
-    use: MemoryUse, config: EngineConfig, mesh: Mesh, limits: SchedulerLimits, host: HostMemory | None
+    use: MemoryUse,
+    config: EngineConfig,
+    mesh: Mesh,
+    limits: SchedulerLimits,
+    host: HostMemory | None,
+    share: MemoryShare = WHOLE,
 ) -> MemoryPlan:
     """Where the memory goes, which is known when all is compiled."""
-    usable, usable_as = usable_bytes(config, mesh, use)
+    if host is not None and mesh.local_devices[0].platform == "cpu":
+        use = dataclasses.replace(use, evicted=host.num_bytes // len(mesh.local_devices))
+    usable, usable_as = usable_bytes(config, mesh, use, share)
     return MemoryPlan(mesh.devices.flat[0].device_kind, use, usable, usable_as, limits, host)
 
 

@@ -69,11 +69,13 @@ class Replica:
         index: its place among those that run at once, and in the devices.
         number: counts all that were ever built: the seeds of two replicas differ by it.
         on_failure: called in the engine's thread when it has failed, before its requests are told.
+        num_to_build: replicas of the first start that are not there yet, this one included.
     """
 
     index: int = 0
     number: int = 0
     on_failure: Callable[[], None] = lambda: None
+    num_to_build: int = 1
 
 
 ONLY_REPLICA = Replica()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,6 @@ from jaxtyping import Array, Int32
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.executable_cache import ExecutableCache
-from jaxserve.engine.host_memory import available_host_bytes
 from jaxserve.engine.host_pages import PageCopy
 from jaxserve.engine.memory_plan import OutOfMemoryError
 from jaxserve.models.kv_cache import KVCache, kv_bytes_per_token
@@ -64,27 +64,43 @@ def plan_offload(model_config: ModelConfig, config: EngineConfig, mesh: Mesh, dt
     """What `kv_offload_gib` is good for; None: nothing is asked for.
 
     Raises:
-        OutOfMemoryError: this machine has less memory, or it is not enough for one page.
+        OutOfMemoryError: it is not enough for one page.
     """
     if not config.kv_offload_gib:
         return None
     wanted = int(config.kv_offload_gib * _GIB)
     device_page_bytes = config.page_size * kv_bytes_per_token(model_config, dtype) // mesh.size
     page_bytes = device_page_bytes * len(mesh.local_devices)
-    available = available_host_bytes()
-    if wanted * config.data_parallel_size > available:
-        replicas = f" for each of {config.data_parallel_size} replicas" if config.data_parallel_size > 1 else ""
-        raise OutOfMemoryError(
-            f"--kv-offload-gib {config.kv_offload_gib:g}{replicas} is more than the {available / _GIB:.2f} GiB of host "
-            f"memory that are free: use {available / _GIB / config.data_parallel_size:.2f} at most, less what other "
-            "programs need"
-        )
     if wanted < page_bytes:
         raise OutOfMemoryError(
             f"--kv-offload-gib {config.kv_offload_gib:g} has no room for one KV page of {page_bytes} bytes: use "
-            f"{page_bytes / _GIB:.6f} or more"
+            f"{math.ceil(page_bytes / _GIB * 1e6) / 1e6:.6f} or more"
         )
     return OffloadSizes(page_bytes, device_page_bytes, wanted // page_bytes)
+
+
+def check_offload(sizes: OffloadSizes, config: EngineConfig, room: int, room_in_words: str) -> None:
+    """Refuses more host memory than there is, with the most that there is.
+
+    Args:
+        room: bytes that it may take.
+        room_in_words: what those are, after their number.
+
+    Raises:
+        OutOfMemoryError: `sizes` are more.
+    """
+    if sizes.num_bytes <= room:
+        return
+    room = max(0, room)
+    places = 100 if room >= _GIB else 1_000_000
+    most = math.floor(room / _GIB * places) / places
+    remedy = f"use {most:g} at most, less what other programs need"
+    if most * _GIB < sizes.page_bytes:
+        remedy = "leave it out, or free memory of this machine"
+    replicas = f" for each of {config.data_parallel_size} replicas" if config.data_parallel_size > 1 else ""
+    raise OutOfMemoryError(
+        f"--kv-offload-gib {config.kv_offload_gib:g} is more than the {most:g} GiB {room_in_words}{replicas}: {remedy}"
+    )
 
 
 class PageCopier:

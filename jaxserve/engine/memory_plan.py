@@ -22,6 +22,7 @@ class MemoryUse:
         work_space: what the neediest compiled program takes beside its arguments, activations included.
         staging: what pages take at most on their way to host memory and back.
         results: what steps give, which later ones write over, and the memory that devices exchange sums through.
+        evicted: what pages take at most that were evicted to host memory, where that is the device's own.
     """
 
     weights: int
@@ -30,10 +31,11 @@ class MemoryUse:
     work_space: int
     staging: int = 0
     results: int = 0
+    evicted: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.slots + self.work_space + self.staging + self.results
+        return self.weights + self.kv_cache + self.slots + self.work_space + self.staging + self.results + self.evicted
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,11 @@ class MemoryPlan:
                 f"use less than --max-num-batched-tokens {self.limits.max_num_batched_tokens} or --max-num-seqs "
                 f"{self.limits.max_num_seqs}, or a smaller model"
             )
+        evicted = f", evicted pages {_gib(self.use.evicted)}" if self.use.evicted else ""
         raise OutOfMemoryError(
             f"the engine needs {_gib(self.use.total)} GiB of {_gib(self.usable)} GiB ({self.usable_as}): weights "
             f"{_gib(self.use.weights)}, KV pages {_gib(self.use.kv_cache)}, slots {_gib(self.use.slots)}, work space "
-            f"{_gib(self.use.work_space + self.use.results + self.use.staging)}; {remedy}"
+            f"{_gib(self.use.work_space + self.use.results + self.use.staging)}{evicted}; {remedy}"
         )
 
     def table(self) -> str:
@@ -99,6 +102,8 @@ class MemoryPlan:
         ]
         if self.use.staging:
             rows.append(("page copies", self.use.staging, "on their way to host memory and back, at most"))
+        if self.use.evicted:
+            rows.append(("evicted", self.use.evicted, "pages in host memory, which is this device's, at most"))
         rows.append(("left", self.left, f"of {_gib(self.usable)} GiB: {self.usable_as}"))
         lines = [f"{name:<12}{_gib(size):>9}  {note}".rstrip() for name, size, note in rows]
         text = "\n".join([f"memory of each device ({self.device}), GiB:", *lines, self._capacity(tokens)])

@@ -173,7 +173,8 @@ class ReplicatedEngine(SubmittingEngine):
     def _build_one(self, index: int) -> EngineClient:
         number = self._num_built
         self._num_built += 1
-        return self._build(self.config, Replica(index, number, lambda: self._failed.put(index)))
+        to_build = max(1, self._size - number)
+        return self._build(self.config, Replica(index, number, lambda: self._failed.put(index), to_build))
 
     def _rebuild_failed(self) -> None:
         """The thread that builds failed replicas anew, one after the other."""

@@ -231,12 +231,12 @@ class ModelRunner:
             programs += self.page_copier.programs
             staging = self.page_copier.staging_bytes
         return MemoryUse(
-            weights=_device_bytes((self._params, drafter_params)),
-            kv_cache=_device_bytes((self._cache, drafter_memory)),
+            weights=device_bytes((self._params, drafter_params)),
+            kv_cache=device_bytes((self._cache, drafter_memory)),
             staging=staging,
-            slots=_device_bytes((self._state, self._processors)),
+            slots=device_bytes((self._state, self._processors)),
             work_space=max(_work_space(program) for program in programs),
-            results=_device_bytes((self._places.arrays, self._peers)),
+            results=device_bytes((self._places.arrays, self._peers)),
         )
 
     def launch_forward(self, batch: ScheduledBatch) -> PendingLogits:
@@ -384,7 +384,7 @@ class ModelRunner:
         )
 
 
-def _device_bytes(arrays: Any) -> int:
+def device_bytes(arrays: Any) -> int:
     """Bytes that arrays take of one device."""
     return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(arrays))
 

@@ -48,7 +48,7 @@ def start_checkpoint_engine(
         # What is wrong with a head, or a draft model, is told before the large weights are read.
         draft = None if draft_folder is None else load_draft(draft_folder, config, target, progress, mesh)
         check_draft_model(config.speculative_config, target, draft)
-        check = partial(check_model_fits, config=config, mesh=mesh)
+        check = partial(check_model_fits, config=config, mesh=mesh, replica=replica)
         checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check)
         return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft, leader)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine import capacity
 from jaxserve.engine.client import EngineClient
 from tests.tiny_engine import tiny_engine
 
@@ -32,3 +33,14 @@ def without_jax_cache() -> Iterator[str]:
     yield folder
     jax.config.update("jax_compilation_cache_dir", folder)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Says how many bytes of the machine's memory are free."""
+
+    def have(free: int) -> None:
+        monkeypatch.setattr(capacity, "available_host_bytes", lambda: free)
+
+    have(64 * 1024**2)
+    return have

@@ -20,9 +20,10 @@ from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.inspection import device_memory
 from jaxserve.checkpoint.manifest import read_manifest
 from jaxserve.config import EngineConfig, QuantizationConfig
-from jaxserve.engine import build, capacity
+from jaxserve.engine import build
 from jaxserve.engine.build import build_dummy_engine, build_engine, make_engine_mesh
-from jaxserve.engine.capacity import plan_limits
+from jaxserve.engine.capacity import MemoryShare, plan_limits
+from jaxserve.engine.kv_offload import plan_offload
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.memory_plan import MemoryPlan, MemoryUse, OutOfMemoryError
 from jaxserve.engine.runner import ModelRunner
@@ -108,11 +109,16 @@ def jax_takes_whole_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "1.0")
 
 
-def limits_on_a_card(in_use: float, **options: Any) -> SchedulerLimits:
-    """Of a card of 6 GiB, a share of which is in use."""
+def card_mesh(in_use: float) -> Any:
+    """A card of 6 GiB, a share of which is in use."""
     card = np.empty(1, object)
     card[0] = Card(6 * GIB, int(6 * GIB * in_use))
-    mesh: Any = SimpleNamespace(devices=card, local_devices=list(card), size=1)
+    return SimpleNamespace(devices=card, local_devices=list(card), size=1)
+
+
+def limits_on_a_card(in_use: float, **options: Any) -> SchedulerLimits:
+    """Of `card_mesh`."""
+    mesh = card_mesh(in_use)
     long = dataclasses.replace(MODEL_CONFIG, max_position_embeddings=131_072)
     return plan_limits(long, EngineConfig(**options), mesh, jnp.dtype(jnp.float32))
 
@@ -200,8 +206,13 @@ def test_a_server_keeps_prompts_in_all_that_its_sequences_leave() -> None:
 
 
 def test_a_card_that_is_full_is_told_with_the_flag_to_change() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"-0\.40 GiB free, a page takes 8192 bytes; raise --gpu-memory-util"):
+    told = (
+        r"the largest step needs 1\.00 GiB beside the weights, a page 8192 bytes, and 0\.60 GiB are there; raise --gpu"
+    )
+    with pytest.raises(OutOfMemoryError, match=told):
         limits_on_a_card(0.8, page_size=16)
+    with pytest.raises(OutOfMemoryError, match=r"and 0\.00 GiB are there; raise --gpu-mem"):
+        limits_on_a_card(0.95, page_size=16)
     room = limits_on_a_card(0.73).num_pages * 16
     assert 1000 < room < 100_000
     with pytest.raises(OutOfMemoryError, match=rf"room for {room} tokens, .*use --max-model-len {room} or less"):
@@ -245,92 +256,21 @@ def pages_that_fit_a_card(**options: Any) -> int:
     return int(str(refusal.value).split("--num-pages ")[1].split()[0])
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Says how many bytes of the machine's memory are free."""
-
-    def have(free: int) -> None:
-        monkeypatch.setattr(capacity, "available_host_bytes", lambda: free)
-
-    have(64 * MIB)
-    return have
-
-
-LONG = dataclasses.replace(MODEL_CONFIG, max_position_embeddings=131_072)  # of 512 bytes a token: 64 MiB
-STEP_BYTES = 256 * 2048 + 8 * 2560  # of the 256 tokens and 8 sequences that a CPU's steps have at most, by hand
-
-
-def limits_on_a_cpu(**options: Any) -> SchedulerLimits:
-    config = EngineConfig(device="cpu", **options)
-    return plan_limits(LONG, config, make_engine_mesh(config), jnp.dtype(jnp.float32))
-
-
-def test_pages_on_a_cpu_leave_most_of_the_memory_to_others(machine: Callable[[int], None]) -> None:
-    """A quarter of what is free beside a step, and a GiB at most."""
-    assert limits_on_a_cpu().num_pages * 16 * 512 == pytest.approx((64 * MIB - STEP_BYTES) / 4, rel=0.02)
-    machine(1000 * GIB)
-    assert limits_on_a_cpu(max_num_seqs=100).num_pages * 16 * 512 == GIB
-
-
-def test_a_context_that_is_asked_for_is_held_by_a_cpu_that_has_the_memory(machine: Callable[[int], None]) -> None:
-    model = dataclasses.replace(LONG, max_position_embeddings=4 * 2**20)  # 2 GiB
-
-    def context(**options: Any) -> int:
-        config = EngineConfig(device="cpu", **options)
-        return plan_limits(model, config, make_engine_mesh(config), jnp.dtype(jnp.float32)).max_model_len
+def test_host_memory_for_pages_of_a_card_is_not_the_cards(machine: Callable[[int], None]) -> None:
+    def limits(gib: float, num_replicas: int = 1) -> SchedulerLimits:
+        config = EngineConfig(kv_offload_gib=gib, data_parallel_size=num_replicas, num_pages=64)
+        mesh, float32 = card_mesh(0.5), jnp.dtype(jnp.float32)
+        offload = plan_offload(MODEL_CONFIG, config, mesh, float32)
+        return plan_limits(MODEL_CONFIG, config, mesh, float32, offload=offload, share=MemoryShare(num_replicas))
 
     machine(8 * GIB)
-    assert context(mode="interactive") == context(max_model_len=4 * 2**20) == 4 * 2**20
-    assert context() == 2**21  # a GiB: nobody asked
-    machine(GIB)
-    fitting = context(mode="interactive")
-    assert fitting * 512 == pytest.approx(0.75 * GIB, rel=0.02)
+    assert limits(8).num_pages == limits(4, num_replicas=2).num_pages == 64
     with pytest.raises(
-        OutOfMemoryError, match=rf"use --max-model-len {fitting} or less, or free memory of this machine"
+        OutOfMemoryError, match=r"--kv-offload-gib 9 is more than the 8 GiB of host memory .*: use 8 at most"
     ):
-        context(mode="interactive", max_model_len=4 * 2**20)
-    assert context(mode="interactive", max_model_len=fitting) == fitting
-
-
-@pytest.mark.parametrize(
-    ("options", "option"),
-    [
-        ({"num_pages": 10**6}, "--num-pages"),
-        ({"page_size": 10**8, "max_model_len": 10**6}, "--page-size"),
-        ({"max_num_batched_tokens": 10**8}, "--max-num-batched-tokens"),
-        ({"max_num_batched_tokens": 10**8, "num_pages": 8}, "--max-num-batched-tokens"),
-        ({"max_num_seqs": 10**6, "max_num_batched_tokens": 10**6}, "--max-num-seqs and --max-num-batched-tokens"),
-    ],
-)
-@pytest.mark.usefixtures("machine")
-def test_what_a_cpu_has_no_memory_for_is_told_with_the_largest_that_fits(options: dict[str, Any], option: str) -> None:
-    with pytest.raises(OutOfMemoryError, match=rf"use {option} \d+ (or less|at most)") as refusal:
-        limits_on_a_cpu(**options)
-    assert "gpu" not in str(refusal.value)
-    fitting = int(str(refusal.value).split(f"{option} ")[1].split()[0])
-    changed = {name: fitting for name in options if f"--{name.replace('_', '-')}" in option}
-    options = {**options, **changed}
-    options.pop("max_model_len", None)
-    assert limits_on_a_cpu(**options).num_pages >= 1
-    with pytest.raises(OutOfMemoryError):
-        limits_on_a_cpu(**{**options, **dict.fromkeys(changed, fitting + fitting // 50 + 1)})
-
-
-@pytest.mark.usefixtures("machine")
-def test_of_two_settings_that_are_too_large_one_is_told_after_the_other() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"use --max-num-batched-tokens \d+ or less"):
-        limits_on_a_cpu(max_num_batched_tokens=10**8, num_pages=10**6)
-    with pytest.raises(OutOfMemoryError, match=r"use --num-pages \d+ at most"):
-        limits_on_a_cpu(num_pages=10**6)
-
-
-def test_what_is_left_on_a_cpu_is_left_by_others_too(
-    machine: Callable[[int], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, build.__name__)
-    machine(2 * GIB)
-    with tiny_engine(EngineConfig(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=4), mode="greedy"):
-        assert "left             2.00  of 2.00 GiB: what other programs leave of the machine's memory" in caplog.text
+        limits(9)
+    with pytest.raises(OutOfMemoryError, match=r"the 4 GiB of host memory that are free for each of 2 rep.*: use 4 at"):
+        limits(5, num_replicas=2)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_loaded(
@@ -354,6 +294,14 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_loaded(
         start_checkpoint_engine(
             folder, None, dataclasses.replace(config, max_num_batched_tokens=100_000_000), NoProgress()
         )
+    with pytest.raises(OutOfMemoryError, match=r"use --max-model-len \d+ or less"):
+        start_checkpoint_engine(folder, None, dataclasses.replace(config, max_model_len=10**9), NoProgress())
+    with pytest.raises(
+        OutOfMemoryError, match=r"--kv-offload-gib 1 is more than the 0\.\d+ GiB that weights, steps and"
+    ):
+        start_checkpoint_engine(folder, None, dataclasses.replace(config, kv_offload_gib=1.0), NoProgress())
+    with pytest.raises(OutOfMemoryError, match=r"--kv-offload-gib 1e-09 has no room for one KV page"):
+        start_checkpoint_engine(folder, None, dataclasses.replace(config, kv_offload_gib=1e-9), NoProgress())
 
 
 def test_a_device_that_runs_full_while_programs_are_made_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
