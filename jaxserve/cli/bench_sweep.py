@@ -154,12 +154,15 @@ def sweep(
         outcome = run_sweep(
             configurations, loads, _flags(passed), output, lambda text: typer.echo(text, err=True), seconds=seconds
         )
-        if not outcome.unfinished or any(output.rglob("*.summary.json")):
-            _report(output, title, slo_tpot_ms)
-        if outcome.failed:
-            typer.echo(f"failed: {', '.join(outcome.failed)}", err=True)
-        if outcome.unfinished:
-            typer.echo(f"not done yet: {', '.join(outcome.unfinished)}; the same command goes on from here", err=True)
+        try:
+            if any(output.rglob("*.summary.json")):
+                _report(output, title, slo_tpot_ms)
+        finally:  # whatever is wrong with the figures
+            if outcome.failed:
+                typer.echo(f"failed: {', '.join(outcome.failed)}", err=True)
+            if outcome.unfinished:
+                unfinished = ", ".join(outcome.unfinished)
+                typer.echo(f"not done yet: {unfinished}; the same command goes on from here", err=True)
         if outcome != Outcome():
             raise typer.Exit(EXIT_FAILURE)
 

@@ -113,6 +113,17 @@ def test_a_sweep_goes_on_where_it_stopped_and_past_what_fails(tmp_path: Path, co
     assert len(commands) == 3
 
 
+def test_a_sweep_of_which_all_fails_names_what_did(tmp_path: Path, commands: list[list[str]]) -> None:
+    pytest.importorskip("matplotlib")
+    study = ["sweep", "--model", "llama-3-8b", "--tensor-parallel-size", "2", "--concurrency", "1"]
+    code, output = command(*study, "--output", str(tmp_path / "study"))
+    assert code == 1 and output.splitlines()[-1] == "failed: TP2", output
+    # Figures of before that are damaged are told beside it.
+    (write_run(tmp_path / "study", "TP1", loads=LOADS[:1]) / "environment.json").write_text("[")
+    code, output = command(*study, "--output", str(tmp_path / "study"))
+    assert code == 1 and "failed: TP2" in output and "is no whole JSON" in output.splitlines()[-1], output
+
+
 def test_a_sweep_ends_in_time_and_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the first configuration measured, the second one in the middle of it, and the third one not begun."""
     asked: list[float] = []
