@@ -133,7 +133,8 @@ def kernels(
         times = []
         for case in cases:
             times.append(time_kernel(case, calls=(few, many)))
-            typer.echo(f"  {case.kernel} {case.shape}: {times[-1].seconds * 1e6:.1f} us", err=True)
+            took = times[-1].microseconds
+            typer.echo(f"  {case.kernel} {case.shape}: {took}{'' if took == 'noise' else ' us'}", err=True)
         typer.echo(
             f"{device.device_kind}, jax {jax.__version__}, ceiling {ceiling.bandwidth / 1e9:.0f} GB/s, "
             f"{ceiling.matrix_rate / 1e12:.1f} TFLOP/s ({ceiling.origin})"

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from typer.testing import CliRunner
 
 from jaxserve.bench.floor import Ceiling
 from jaxserve.bench.kernel_cases import kernel_cases
@@ -23,6 +24,7 @@ from jaxserve.bench.profile import (
     scope_floors,
     scope_of,
 )
+from jaxserve.cli.main import build_app
 from jaxserve.cli.profile import parse_calls, parse_shapes
 from jaxserve.config import EngineConfig
 from jaxserve.models.presets import preset_config
@@ -120,6 +122,26 @@ def test_the_table_sets_time_against_the_floor() -> None:
     assert "noise" in noise and noise.endswith("-")
     slow = Ceiling(1e12, 1e9, "table")  # so slow at products that these decide
     assert KernelTime(case, 1.0).floor(slow) == pytest.approx(case.operations / 1e9)
+
+
+def test_shares_that_only_a_cache_allows_are_told_to_be_such() -> None:
+    case = next(
+        iter(kernel_cases(preset_config("llama-3-8b"), BFLOAT16, rows=[1], attention=[], prefill=[], page_size=16))
+    )
+    at_floor, above = KernelTime(case, case.num_bytes / 1e12), KernelTime(case, 0.5 * case.num_bytes / 1e12)
+    assert len(format_kernels([at_floor, KernelTime(case, math.nan)], CEILING).splitlines()) == 3
+    row, note = format_kernels([above], CEILING).splitlines()[1:]
+    assert row.endswith("200%") and note.startswith("above 100%: so small that a cache serves the calls")
+
+
+def test_what_noise_hid_is_told_as_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.bench.kernels.time_kernel", lambda case, calls: KernelTime(case, math.nan))
+    monkeypatch.setattr("jaxserve.bench.floor.device_ceiling", lambda device: CEILING)
+    monkeypatch.setattr("jax.devices", lambda: jax.local_devices()[:1])
+    shapes = ["--rows", "1", "--attention", "1x16", "--prefill", "16"]
+    result = CliRunner().invoke(build_app(), ["bench", "kernels", "llama-3-8b", *shapes])
+    assert result.exit_code == 0, result.output
+    assert "  product qkv 1 x 4096 x 6144: noise\n" in result.output and "nan" not in result.output
 
 
 def event(name: str, start: float, duration: float, scope: str = "") -> KernelEvent:
