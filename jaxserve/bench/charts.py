@@ -40,14 +40,14 @@ def tradeoff(series: Sequence[Series]) -> Figure | None:
         curves.append(LabelledCurve(tpot, rate, labels, styles[part.name]["color"]))
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    for part in shown:
-        _draw_floor(axes, part, styles[part.name]["color"])
+    in_view = [seen for part in shown if (seen := _draw_floor(axes, part, styles[part.name]["color"])) is not None]
     axes.set_xlabel("time per output token, mean (ms)")
     axes.set_ylabel("output tokens a second for each device")
     labels_are = (
         "numbers: requests in flight" if all(part.of_kind("concurrency") for part in shown) else "labels: the load"
     )
-    finish(axes, f"Throughput against latency ({labels_are}; dashed: the floor)", legend=False)
+    floor = "" if not in_view else "; dashed: the floor" if any(in_view) else "; the floor is out of view"
+    finish(axes, f"Throughput against latency ({labels_are}{floor})", legend=False)
     legend_below(figure, axes)
     label_curves(figure, axes, curves)
     return figure
@@ -59,15 +59,19 @@ def _curve_points(part: Series) -> list[Point]:
     return [point for point in points if point.summary.tpot_ms["mean"] > 0]
 
 
-def _draw_floor(axes: Axes, part: Series, colour: str) -> None:
+def _draw_floor(axes: Axes, part: Series, colour: str) -> bool | None:
+    """Whether any of it can be seen; None where there is none."""
     floors = [point.summary for point in part.of_kind("concurrency") if point.summary.floor_ms]
-    if floors:
-        x = [summary.floor_ms or 0.0 for summary in floors]
-        y = [summary.mean_running / (summary.floor_ms or 1.0) * 1e3 / part.num_devices for summary in floors]
-        (_, right), (_, top) = axes.get_xlim(), axes.get_ylim()
-        axes.plot(x, y, color=colour, **FLOOR_STYLE)
-        axes.set_xlim(0, right)
-        axes.set_ylim(0, top)  # the floor of large batches lies far above what is reached
+    if not floors:
+        return None
+    x = [summary.floor_ms or 0.0 for summary in floors]
+    y = [summary.mean_running / (summary.floor_ms or 1.0) * 1e3 / part.num_devices for summary in floors]
+    (_, right), (_, top) = axes.get_xlim(), axes.get_ylim()
+    axes.plot(x, y, color=colour, **FLOOR_STYLE)
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, top)  # the floor of large batches lies far above what is reached
+    # Both rise with the load. A lone point is no line.
+    return len(floors) > 1 and x[0] <= right and y[0] <= top
 
 
 def latency(series: Sequence[Series], kind: str) -> Figure | None:

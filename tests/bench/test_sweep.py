@@ -352,6 +352,17 @@ def test_a_trace_has_its_own_unit(tmp_path: Path) -> None:
     assert curve is not None and "labels: the load" in curve.axes[0].get_title()
 
 
+@pytest.mark.parametrize(
+    ("share", "title"), [(0.8, "; dashed: the floor)"), (0.001, "; the floor is out of view)"), (None, "in flight)")]
+)
+def test_the_title_tells_of_a_floor_that_can_be_seen(share: float | None, title: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from jaxserve.bench.charts import tradeoff
+
+    figure = tradeoff([read_series(write_run(tmp_path, "TP1", floor_share=share))])
+    assert figure is not None and figure.axes[0].get_title().endswith(title)
+
+
 def test_the_same_figures_give_the_same_charts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write_run(tmp_path, "TP1")
