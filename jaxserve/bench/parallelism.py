@@ -82,7 +82,7 @@ def comparisons(series: Sequence[Series]) -> list[Comparison]:
     """
     groups: dict[tuple[str, ...], dict[tuple[int, int], Series]] = {}
     for part in series:
-        if is_comparable(part) and _points(part):
+        if is_comparable(part) and _answered(part):
             groups.setdefault(group_of(part), {})[degrees_of(part)] = part
     found = []
     for by_degrees in groups.values():
@@ -104,10 +104,15 @@ def _points(part: Series) -> list[Point]:
     return [point for point in part.of_kind("concurrency") if point.summary.tpot_ms["mean"] > 0]
 
 
+def _answered(part: Series) -> list[Point]:
+    """Of these, those at which no request failed: else the others had their room."""
+    return [point for point in _points(part) if not point.summary.num_failed]
+
+
 def tokens_by_tpot(part: Series, times: int) -> Curve:
     """Times per token in rising order, and the most output tokens a second (of so many replicas) with no longer one."""
     points = sorted(
-        (point.summary.tpot_ms["mean"], times * point.summary.output_tokens_per_second) for point in _points(part)
+        (point.summary.tpot_ms["mean"], times * point.summary.output_tokens_per_second) for point in _answered(part)
     )
     tpot, rate = np.asarray(points).T
     return tpot, np.maximum.accumulate(rate)

@@ -43,6 +43,26 @@ def test_parallelism_is_compared_within_a_model(tmp_path: Path) -> None:
     assert figure.axes[0].get_title().startswith("a TP2:") and figure.axes[1].get_title().startswith("b TP2:")
 
 
+def test_loads_with_failed_requests_decide_nothing(tmp_path: Path) -> None:
+    for degree in (1, 2):
+        write_run(
+            tmp_path, f"TP{degree}", tpot_ms=5.0 / degree, num_devices=degree, settings={"tensor_parallel_size": degree}
+        )
+    one, two = find_series(tmp_path)
+    [whole] = comparisons([one, two])
+
+    def failing(part: Series, failed: Sequence[int]) -> Series:
+        points = [
+            replace(point, summary=replace(point.summary, num_failed=int(number in failed)))
+            for number, point in enumerate(part.points)
+        ]
+        return replace(part, points=points)
+
+    [partly] = comparisons([one, failing(two, [len(LOADS) - 1])])
+    assert str(partly) == str(replace(whole, wide=replace(two, points=two.points[:-1]))) != str(whole)
+    assert comparisons([one, failing(two, range(len(LOADS)))]) == []
+
+
 def write_eight(folder: Path, **wide: Any) -> None:
     """One model over eight devices; two replicas over four each; the same with speculation, from one replica's figures."""
     settings = {"tensor_parallel_size": 4, "data_parallel_size": 2}
