@@ -202,6 +202,9 @@ def compare(
         for line in (*comparison.notes, *comparison.differences):
             typer.echo(str(line))
         differences = [difference for difference in comparison.differences if difference.is_judged]
+        if not differences:
+            typer.echo("nothing is judged: requests failed at each load that the two have in common")
+            return
         beyond = sum(difference.is_beyond_noise for difference in differences)
         typer.echo(
             f"{beyond} of {len(differences)} differences are beyond the noise between requests "
