@@ -114,6 +114,11 @@ def _eagle(tensors: _Tensors, config: Mapping[str, Any], target: ModelConfig, ve
     names = EAGLE if version == 1 else EAGLE3
     present = set(tensors.source.names())
     prefix = names.optional_prefix if names.optional_prefix + names.fc in present else ""
+    if prefix + names.fc not in present:  # before its config is: that of another kind lacks what is asked for there
+        kind = "EAGLE" if version == 1 else "EAGLE-3"
+        raise CheckpointError(
+            f"{tensors.where} has no tensor {names.fc!r}: it holds no {kind} head; name the folder of one, or its own method"
+        )
     eagle = _eagle_config(config, target, version, tensors.where, present, prefix)
     layer, vocab = eagle.layer, eagle.layer.vocab_size
     reader = _EagleReader(tensors, names, prefix, eagle)

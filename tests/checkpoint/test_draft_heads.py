@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -233,3 +233,17 @@ def test_medusa_heads_of_another_model_are_refused(tmp_path: Path) -> None:
     (empty / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="holds no Medusa heads"):
         load_draft_head(empty, "medusa", TARGET)
+
+
+@pytest.mark.parametrize(("method", "kind"), [("eagle", "EAGLE"), ("eagle3", "EAGLE-3")])
+def test_a_folder_without_an_eagle_head_is_refused_by_what_it_lacks(
+    tmp_path: Path, method: Literal["eagle", "eagle3"], kind: str
+) -> None:
+    medusa = write(
+        tmp_path / "medusa",
+        medusa_tensors(drawn(medusa_specs(MEDUSA))),
+        "medusa_lm_head.safetensors",
+        {"medusa_num_layers": 2},
+    )
+    with pytest.raises(CheckpointError, match=f"has no tensor 'fc.weight': it holds no {kind} head;"):
+        load_draft_head(medusa, method, TARGET)
