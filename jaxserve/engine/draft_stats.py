@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class SpeculativeStats:
     """What was drafted for answers so far, and what of it is part of them.
 
-    A draft behind the end of an answer counts as little as one that was made after it: nobody could have kept it.
+    A draft behind the end of an answer counts as little as one that was made after it: nobody could have kept it. The end
+    is where the engine ends it: a stop string is found outside, and what comes until that aborts the answer counts.
 
     Attributes:
         method: of drafting.

@@ -209,15 +209,15 @@ def _of_drafts(stats: SpeculativeStats) -> Iterator[Metric]:
     """What was drafted and kept, of all replicas together."""
     for name, description, value in (
         ("num_drafts", "Sequences that brought drafts to a step, one for each step.", stats.num_drafts),
-        ("num_draft_tokens", "Tokens that were drafted for answers.", stats.num_draft_tokens),
-        ("num_accepted_tokens", "Drafted tokens that are part of answers.", stats.num_accepted_tokens),
+        ("num_draft_tokens", "Tokens drafted until the engine ended the answer.", stats.num_draft_tokens),
+        ("num_accepted_tokens", "Drafts kept until the engine ended the answer.", stats.num_accepted_tokens),
     ):
         family = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", description, labels=["method"])
         family.add_metric([stats.method], value)
         yield family
     for name, description, counts in (
-        ("draft", "Tokens that were drafted for answers", stats.drafted_per_position),
-        ("accepted", "Drafted tokens that are part of answers", stats.accepted_per_position),
+        ("draft", "Tokens drafted until the engine ended the answer", stats.drafted_per_position),
+        ("accepted", "Drafts kept until the engine ended the answer", stats.accepted_per_position),
     ):
         by_position = CounterMetricFamily(
             f"{PREFIX}spec_decode_num_{name}_tokens_per_pos",
