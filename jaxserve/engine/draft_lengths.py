@@ -175,8 +175,7 @@ class DraftLengths:
     def _of_rows(self, drafting: Rows[Sequence], length: int) -> list[int]:
         if not self._adaptive:
             return [length] * len(drafting)
-        common = self._common.acceptance(_PRIOR_ACCEPTANCE)
-        counts = [_own_length(sequence, length, common) for sequence in drafting]
+        counts = [_own_length(sequence, length) for sequence in drafting]
         # Where all had none, the step would show nothing of what it was chosen for.
         return counts if any(counts) else [length] * len(drafting)
 
@@ -227,11 +226,11 @@ def size_class(num_rows: int) -> int:
     return (num_rows - 1).bit_length()
 
 
-def _own_length(sequence: Sequence, length: int, common: float) -> int:
+def _own_length(sequence: Sequence, length: int) -> int:
     """Drafts that a row brings to a step of so many: all, or none where its own ones of late practically never held."""
     if sequence.num_output_launched - sequence.drafted_at >= _LOOK_AGAIN:
         return length
-    return length if sequence.draft_record.found_acceptance(common) >= _LEAST_CHANCE else 0
+    return length if sequence.draft_record.found_acceptance() >= _LEAST_CHANCE else 0
 
 
 def _tokens(right: float, length: int) -> float:

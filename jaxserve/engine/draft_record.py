@@ -30,6 +30,6 @@ class DraftRecord:
         """Probability that the next draft is right."""
         return (self.kept + _PRIOR_WEIGHT * prior) / (self.tried + _PRIOR_WEIGHT)
 
-    def found_acceptance(self, prior: float) -> float:
-        """The same of one that is found, where the guess counts for a single draft."""
-        return (self.kept + prior) / (self.tried - self.missing + 1)
+    def found_acceptance(self) -> float:
+        """The same of one that is found, going by these drafts alone: a guess that it may be right counts for one."""
+        return (self.kept + 0.5) / (self.tried - self.missing + 1)
