@@ -225,7 +225,7 @@ class PageCopier:
         future, places = self._storing.popleft()
         future.result()
         self._num_storing -= len(places)
-        for place in places:
+        for place in set(places):  # one that was given up and taken again before the step is there twice
             if self._written_by[place] is future:
                 del self._written_by[place]
 
