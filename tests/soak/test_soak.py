@@ -81,8 +81,8 @@ def soak(server: ServerProcess, seconds: float) -> None:
     assert memory(server) - warm < MAX_GROWTH
 
 
-LONG_PROMPT = "Once upon a time there was " * 4  # with 60 tokens of an answer 11 pages of the 40, for 8 sequences
-SEEDED: dict[str, Any] = {"seed": 3, "temperature": 0.9, "frequency_penalty": 1, "max_tokens": 60, "ignore_eos": True}
+LONG_PROMPT = "Once upon a time there was " * 4  # with 100 tokens of an answer 14 pages of the 40, for 8 sequences
+SEEDED: dict[str, Any] = {"seed": 3, "temperature": 0.9, "frequency_penalty": 1, "max_tokens": 100, "ignore_eos": True}
 SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 20, "maxItems": 20}
 PREEMPTED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**SEEDED, "prompt": LONG_PROMPT, "logprobs": 3}),
@@ -130,12 +130,15 @@ def test_what_is_told_after_preemption(server: ServerProcess, stream: bool) -> N
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             for number, (path, body) in enumerate(PREEMPTED):
                 alone = await told(client, path, body, f"alone {number} {stream}", stream=stream)
-                assert alone["usage"]["completion_tokens"] <= 120
+                assert alone["usage"]["completion_tokens"] <= 200
                 before = stats(url)["num_preemptions"]
-                salts = [f"{number} {stream} {twin}" for twin in range(10)]
-                together = await asyncio.gather(*(told(client, path, body, salt, stream=stream) for salt in salts))
+                for attempt in range(5):  # on a busy machine they may come so late that some are done by then
+                    salts = [f"{number} {stream} {attempt} {twin}" for twin in range(10)]
+                    together = await asyncio.gather(*(told(client, path, body, salt, stream=stream) for salt in salts))
+                    assert all(answer == alone for answer in together)
+                    if stats(url)["num_preemptions"] > before:
+                        break
                 assert stats(url)["num_preemptions"] > before
-                assert all(answer == alone for answer in together)
 
     asyncio.run(ask_all())
     wait_idle(url, 10)
