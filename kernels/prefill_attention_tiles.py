@@ -59,11 +59,11 @@ def locate_tile(
         jnp.where(end > start, divide_up(end - first, tile_tokens), 0)
         for start, end, first in zip(starts, ends, first_tokens, strict=True)
     ]
-    parts = [jnp.int32(1)] * rows
+    parts = [jnp.int32(1)] * (rows + 1)
     if blocks_at_once:
         room = jnp.minimum(tiles - counts[rows], blocks_at_once)
-        parts = _parts_of_rows(counts[:rows], [kv_lens_ref[row] for row in range(rows)], room, kv_block, window)
-    blocks = [*(count * part for count, part in zip(counts[:rows], parts, strict=True)), counts[rows]]
+        parts[:rows] = _parts_of_rows(counts[:rows], [kv_lens_ref[row] for row in range(rows)], room, kv_block, window)
+    blocks = [count * part for count, part in zip(counts, parts, strict=True)]
     cut = _sum(blocks[:rows])  # CUDA blocks that have a row's tile, or a part of one
     index = lax.axis_index("tile")
     # A row's later tiles see more KV. Starting with the longest work leaves the shortest to fill the gaps at the end.
@@ -78,11 +78,8 @@ def locate_tile(
         first = jnp.where(inside, first_tokens[candidate], first)
         row_start = jnp.where(inside, starts[candidate], row_start)
         row_end = jnp.where(inside, ends[candidate], row_end)
-        if candidate < rows:
-            count = jnp.where(inside, counts[candidate], count)
-            most_parts = jnp.where(inside, parts[candidate], most_parts)
-        else:
-            count = jnp.where(inside, num_blocks, count)
+        count = jnp.where(inside, counts[candidate], count)
+        most_parts = jnp.where(inside, parts[candidate], most_parts)
         total = total + num_blocks
     part = lax.div(index - base, count) if blocks_at_once else jnp.int32(0)
     number = index - part * count
