@@ -1,9 +1,12 @@
 """What the product kernels of a decode step do once a thread block has its part of the result, for Hopper.
 
-A cluster of thread blocks may share the k dimension. Its blocks leave their float32 results in memory (in practice: in
-L2), wait for each other, and each one adds up some of the rows, always in the same order: results are reproducible to the
-bit. They go there and back by plain stores and loads: the copy engine's are ordered by neither fence nor barrier of a
-cluster.
+Some thread blocks may share the k dimension. They leave their float32 results in memory (in practice: in L2), wait for
+each other, and each one adds up some of the rows, always in the same order: results are reproducible to the bit. They go
+there and back by plain stores and loads: the copy engine's are ordered by neither fence nor barrier of a cluster.
+
+They are a cluster, or they wait by counters in memory. A cluster waits faster, but stays in one part of the processor, so
+that clusters of four or eight blocks leave a tenth of the multiprocessors without work, and a few more than find room at
+once take twice the time.
 """
 
 import functools
@@ -17,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array
+
+from jaxserve.kernels import grid_barrier
 
 TILE = 64  # columns of a weight tile: one wgmma has 64 rows of result
 ROW_ALIGNMENT = 8  # wgmma's columns, and the layout in shared memory
@@ -46,7 +51,7 @@ class SplitProduct(Protocol):
 
     @property
     def split(self) -> int:
-        """Thread blocks of a cluster."""
+        """Thread blocks that share k."""
         ...
 
     @property
@@ -79,6 +84,7 @@ def launch(
     *,
     units: int = 1,
     warpgroups: int = 1,
+    clustered: bool = True,
 ) -> Array:
     """Runs a kernel's body, which takes the arrays, the result and the parts (see `exchange`), over all columns.
 
@@ -87,8 +93,10 @@ def launch(
             here a block of its own: it gives them its number among those of all blocks as `block`, and parts of `smem`
             and `barriers` that are its own.
         warpgroups: that compute in a thread block; one more fetches.
+        clustered: whether the blocks that share k are a cluster; else `join` wants counters.
     """
     split = problem.split
+    in_cluster = split > 1 and clustered
     blocks = problem.columns // problem.out_columns
     # The last ranks' rows may end past the padded ones: what they read there goes nowhere.
     parts_shape = (blocks, split, problem.tiles, TILE, split * problem.rows_per_rank) if split > 1 else (1,)
@@ -99,10 +107,10 @@ def launch(
             jax.ShapeDtypeStruct(parts_shape, jnp.float32),
         ),
         scratch_types={"smem": smem, "barriers": barriers},
-        grid=(blocks // units,),
-        grid_names=("block",),
-        cluster=(split,) if split > 1 else (),
-        cluster_names=("rank",) if split > 1 else (),
+        grid=(blocks // units, *(() if in_cluster or split == 1 else (split,))),
+        grid_names=("block", *(() if in_cluster or split == 1 else ("rank",))),
+        cluster=(split,) if in_cluster else (),
+        cluster_names=("rank",) if in_cluster else (),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -111,12 +119,18 @@ def launch(
     return out
 
 
-def join(problem: SplitProduct, block, rank, results: list[Array], out_ref, parts_ref, smem, barriers) -> None:
-    """From this block's results to the result's rows that it stores."""
+def join(
+    problem: SplitProduct, block, rank, results: list[Array], out_ref, parts_ref, smem, barriers, counters_ref=None
+) -> None:
+    """From this block's results to the result's rows that it stores.
+
+    Args:
+        counters_ref: where the blocks that share k are no cluster: int32, zeros, one for each block that does not share.
+    """
     if problem.split == 1:
         finish(problem, block, rank, results, out_ref, smem, barriers)
         return
-    exchange(problem, block, rank, results, parts_ref, barriers)
+    exchange(problem, block, rank, results, parts_ref, barriers, counters_ref)
 
     @pl.when(has_rows(problem, rank))
     def _():
@@ -136,10 +150,14 @@ def out_columns(problem: SplitProduct, block):
     return pl.ds(pl.multiple_of(block * problem.out_columns, TILE), problem.out_columns)
 
 
-def exchange(problem: SplitProduct, block, rank, results: list[Array], parts_ref, barriers) -> None:
-    """Leaves this block's results for the cluster, and waits until all blocks have done so."""
+def exchange(problem: SplitProduct, block, rank, results: list[Array], parts_ref, barriers, counters_ref=None) -> None:
+    """Leaves this block's results for those that it shares k with, and waits until all of them have done so."""
     for tile, result in enumerate(results):
         parts_ref.at[block, rank, tile, :, pl.ds(0, problem.padded_rows)][...] = result
+    if counters_ref is not None:
+        grid_barrier.arrive(counters_ref.at[block])
+        grid_barrier.wait(counters_ref.at[block], problem.split)
+        return
     if problem.on_device:
         _order_global_memory()
     plgpu.barrier_arrive(barriers["exchanged"])

@@ -5,7 +5,7 @@ to 256 outputs. Its memory warpgroup fetches their next 128 bytes of inputs each
 ring in shared memory. The outputs are the rows of the tensor cores' result and x's rows, padded to 8, its columns. Up to
 four warpgroups compute, so that some widen weights while others multiply: they own outputs (units), so that they share the
 tiles of x, or take turns with the tiles along k (helpers), and then the first of them adds up what they have. Where the
-outputs alone make too few thread blocks, a cluster of blocks shares k.
+outputs alone make too few thread blocks, several share k, as a cluster or not.
 
 What a compute warpgroup does with a tile of 64 outputs depends on the weights:
 
@@ -42,6 +42,7 @@ from jaxserve.kernels.decode_matmul_finish import (
 )
 from jaxserve.kernels.quantized_matmul_multiply import multiply, role, tile_outputs
 from jaxserve.kernels.quantized_matmul_plan import (
+    MULTIPROCESSORS,
     W_DTYPES,
     X_DTYPES,
     Problem,
@@ -189,14 +190,14 @@ def _scratch(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
     if helpers > 1:
         smem["left"] = plgpu.SMEM((helpers - 1, units, problem.own_tiles, TILE, rows), jnp.float32)
         barriers["left"] = plgpu.Barrier(num_arrivals=helpers - 1, num_barriers=units)
-    if problem.split > 1:
+    if problem.split > 1 and problem.clustered:
         barriers["exchanged"] = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=units)
     if problem.has_residual:
         barriers["residual"] = plgpu.Barrier(num_barriers=units)
     return smem, barriers
 
 
-def _kernel(problem: Problem, arrays: dict[str, Array]) -> Array:
+def _kernel(problem: Problem, arrays: dict[str, Any]) -> Array:
     split, names = problem.split, tuple(arrays)
 
     def quantized_matmul(*all_refs, smem, barriers):
@@ -221,7 +222,8 @@ def _kernel(problem: Problem, arrays: dict[str, Array]) -> Array:
                 sums = _scale(problem, number, _gather(problem, unit, results, smem, barriers), refs)
                 own_smem = {"out": smem["out"].at[unit]}
                 own_barriers = {name: barriers[name].at[unit] for name in ("exchanged", "residual") if name in barriers}
-                join(problem, number, rank, sums, out_ref, parts_ref, own_smem, own_barriers)
+                counters = refs.get("counters")
+                join(problem, number, rank, sums, out_ref, parts_ref, own_smem, own_barriers, counters)
 
         @pl.when(warpgroup == problem.warpgroups)
         def _memory():
@@ -236,7 +238,14 @@ def _kernel(problem: Problem, arrays: dict[str, Array]) -> Array:
         tuple(arrays.values()),
         units=problem.units,
         warpgroups=problem.warpgroups,
+        clustered=problem.clustered,
     )
+
+
+def _multiprocessors() -> int:
+    """Of this process's first GPU; an H100's where there is none, since then nothing runs."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else MULTIPROCESSORS
 
 
 def _rows_in_float16(x: Array) -> tuple[Array, Array]:
@@ -283,6 +292,7 @@ def quantized_matmul_mosaic_gpu(
             has_residual=residual is not None,
             group_length=group_length,
             out_dtype=out_dtype,
+            multiprocessors=_multiprocessors(),
         )
     problem = Problem(
         form, rows, k, columns, group_length, is_swiglu, residual is not None, jnp.dtype(out_dtype), config, interpret
@@ -298,9 +308,12 @@ def quantized_matmul_mosaic_gpu(
         x = jnp.pad(x, ((0, padding), (0, 0)))
     if form == "int4":
         values = lax.bitcast_convert_type(values, jnp.int4).reshape(*values.shape[:-1], k)
-    arrays = {"x": x, "w": values, "scales": scales}
+    arrays: dict[str, Any] = {"x": x, "w": values, "scales": scales}
     if factors is not None:
         arrays["factors"] = jnp.pad(factors[:, 0], (0, padding))
     if residual is not None:
         arrays["residual"] = residual
+    if not problem.clustered:
+        # XLA zeroes those of all products at once.
+        arrays["counters"] = jax.new_ref(jnp.zeros((columns // problem.out_columns,), jnp.int32))
     return _kernel(problem, arrays)

@@ -36,6 +36,7 @@ _UNITS_AND_TURNS = ((4, 1), (3, 1), (2, 2), (2, 1), (1, 4), (1, 3), (1, 2))
 # Clusters of so many thread blocks that run at once, one block on a multiprocessor, as an H200's driver says
 # (cuOccupancyMaxActiveClusters): a cluster stays in one of the processor's parts, which have 18, 16 or 14 multiprocessors.
 _CLUSTERS_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+MULTIPROCESSORS = 132
 # A Hopper card's, for `_expected_cycles`: all multiprocessors together...
 _MEMORY_BYTES_PER_CYCLE = 2300
 _L2_BYTES_PER_CYCLE = 3200
@@ -48,6 +49,7 @@ _SHORT_ROWS_FACTOR = 1.1
 _ROUND_CYCLES = 2000
 _JOIN_CYCLES = 2000  # and those of each block of a cluster, the larger of which find room on fewer multiprocessors
 _JOIN_BLOCK_CYCLES = 500
+_COUNTED_JOIN_CYCLES = 4000  # where blocks meet by a counter in memory instead
 _ADD_TURNS_CYCLES = 500
 # Of a thread for each weight: what it takes to widen it, mostly.
 _INSTRUCTIONS: dict[Form, float] = {"float8": 1.2, "float8-wide": 2.4, "int8": 3.1, "int4": 2.9}
@@ -79,6 +81,8 @@ class TuningConfig:
         turns: warpgroups that take turns with the steps along k of the same outputs; what they have is added up in shared
             memory.
         row_bytes: of a weight's row that a step fetches. Half of the most leaves room for more stages.
+        clustered: whether the blocks that share k are a cluster. Others wait for each other by a counter in memory, so that
+            all blocks of the kernel must find room at once; but these can be as many as there are multiprocessors.
     """
 
     split: int
@@ -87,6 +91,7 @@ class TuningConfig:
     tiles: int = 1
     turns: int = 1
     row_bytes: int = ROW_BYTES
+    clustered: bool = True
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -126,6 +131,8 @@ class Problem:
             raise ValueError(f"{config=} makes more than {MAX_TILES} tiles or {MAX_WARPGROUPS} warpgroups of a block")
         if self.columns % self.block_columns:
             raise ValueError(f"{self.columns=} must be a multiple of {self.block_columns}, by {config=}")
+        if not config.clustered and not 1 < config.split <= MULTIPROCESSORS * self.block_columns // self.columns:
+            raise ValueError(f"{config=} makes one part of k, or more than {MULTIPROCESSORS} blocks of {self.columns=}")
         if self.shared_bytes(config.stages) > SHARED_BYTES:
             raise ValueError(
                 f"{config=} takes {self.shared_bytes(config.stages)} of {SHARED_BYTES} bytes of shared memory, by "
@@ -139,6 +146,11 @@ class Problem:
     @property
     def split(self) -> int:
         return self.config.split
+
+    @property
+    def clustered(self) -> bool:
+        """Whether blocks that share k are a cluster: always where the kernel is interpreted, one block after the other."""
+        return self.config.clustered or not self.on_device
 
     @property
     def padded_rows(self) -> int:
@@ -281,14 +293,23 @@ def choose_config(
     has_residual: bool = False,
     group_length: int = 128,
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    multiprocessors: int = MULTIPROCESSORS,
 ) -> TuningConfig:
-    """Picks by shape alone, so that every start compiles the same program: the cut that should take the fewest cycles."""
+    """Picks by shape alone, so that every start compiles the same program: the cut that should take the fewest cycles.
+
+    Args:
+        multiprocessors: of the card. Where there are fewer than of an H100 or H200, blocks that share k are always a
+            cluster: others would wait for blocks that find no room.
+    """
     arguments = (form, rows, k, columns, group_length, is_swiglu, has_residual, jnp.dtype(out_dtype))
     best: tuple[float, TuningConfig] | None = None
-    for split, (units, turns), row_bytes in itertools.product(
-        _CHOSEN_SPLITS, _UNITS_AND_TURNS, (ROW_BYTES, ROW_BYTES // 2)
+    ways_to_meet = (True, False) if multiprocessors >= MULTIPROCESSORS else (True,)
+    for split, (units, turns), row_bytes, clustered in itertools.product(
+        _CHOSEN_SPLITS, _UNITS_AND_TURNS, (ROW_BYTES, ROW_BYTES // 2), ways_to_meet
     ):
-        tuning = TuningConfig(split, max(MIN_STAGES, turns), units, turns=turns, row_bytes=row_bytes)
+        tuning = TuningConfig(
+            split, max(MIN_STAGES, turns), units, turns=turns, row_bytes=row_bytes, clustered=clustered
+        )
         try:
             smallest = Problem(*arguments, tuning, None)
         except ValueError:  # does not go into the shape
@@ -336,7 +357,9 @@ def _most_stages(problem: Problem) -> int:
 def _expected_cycles(problem: Problem) -> float:
     """Of a kernel, without what all cuts have in common."""
     blocks = problem.columns // problem.block_columns * problem.split
-    rounds = -(-blocks // (problem.split * _CLUSTERS_AT_ONCE[problem.split]))
+    clustered = problem.config.clustered
+    rounds = -(-blocks // (problem.split * _CLUSTERS_AT_ONCE[problem.split])) if clustered else 1
+    join = _JOIN_CYCLES + problem.split * _JOIN_BLOCK_CYCLES if clustered else _COUNTED_JOIN_CYCLES
     weights = problem.block_columns * problem.parts * problem.k // problem.split  # of a block
     weight_bytes = weights * ROW_BYTES // block_k(problem.form)
     x_bytes = problem.padded_rows * problem.k // problem.split * jnp.dtype(X_DTYPES[problem.form]).itemsize
@@ -350,7 +373,7 @@ def _expected_cycles(problem: Problem) -> float:
             rounds * max(issued, multiplied),
         )
         + (rounds - 1) * _ROUND_CYCLES
-        + (_JOIN_CYCLES + problem.split * _JOIN_BLOCK_CYCLES if problem.split > 1 else 0)
+        + (join if problem.split > 1 else 0)
         + (_ADD_TURNS_CYCLES if problem.turns > 1 else 0)
     )
 

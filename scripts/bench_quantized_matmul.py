@@ -4,8 +4,8 @@
     python scripts/bench_quantized_matmul.py --forms fp8,fp8-kernel,fp8-kernel@2x6x2,int4-kernel@4x8x1x2
     python scripts/bench_quantized_matmul.py --model llama-3-8b --cases qkv/1/int8-kernel@1x16x1x1x4,down/64/int8
 
-Forms that end in "-kernel" are the Hopper kernel; "@SPLITxSTAGES[xUNITS[xTILES[xTURNS[xROW_BYTES]]]]" gives it another
-tuning than its own.
+Forms that end in "-kernel" are the Hopper kernel; "@SPLITxSTAGES[xUNITS[xTILES[xTURNS[xROW_BYTES[xCLUSTERED]]]]]", with 0
+or 1 for the last, gives it another tuning than its own.
 
 A program makes many calls that go round several weights, so that the L2 cache serves none of them, and each call's result
 decides the next one's x, so that the calls run one after the other as in a model. Times are those of the kernels, from the
@@ -17,6 +17,7 @@ XLA made of the product: "f8" stands for cuBLASLt's 8-bit product, "lt" for its 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 from collections import defaultdict
@@ -183,7 +184,10 @@ def form_called(name: str) -> tuple[Multiply, str, bool]:
         return multiply, kind, outputs_first
     if not plain.endswith("-kernel"):
         raise SystemExit(f"error: only kernels can be tuned, not {plain!r}")
-    tuned: Multiply = functools.partial(multiply, config=TuningConfig(*map(int, tuning.split("x"))))  # pyright: ignore[reportCallIssue]
+    sizes, clustered = [int(number) for number in tuning.split("x")], True
+    if len(sizes) == len(dataclasses.fields(TuningConfig)):
+        clustered = bool(sizes.pop())
+    tuned: Multiply = functools.partial(multiply, config=TuningConfig(*sizes, clustered=clustered))  # pyright: ignore[reportCallIssue]
     return tuned, kind, outputs_first
 
 

@@ -52,15 +52,15 @@ PAGE_SIZE = 16
 PREFILL_ROWS = 16
 
 
-def packed_step(bucket: Bucket, sizes: Sizes, context: int) -> np.ndarray:
-    """A step with every decode row live, and as many chunks of about 229 tokens as fill the bucket's prefill part."""
+def packed_step(bucket: Bucket, sizes: Sizes, context: int, prompt_tokens: int) -> np.ndarray:
+    """A step with every decode row live, and as many prompts of about that length as fill the bucket's prefill part."""
     pages_per_row = -(-(context + 64) // PAGE_SIZE)
     packed = np.zeros(packed_size(bucket, sizes), np.int32)
     fields = views(packed, bucket, sizes)
     fields["decode_slots"][:] = np.arange(bucket.decode_rows)
     fields["decode_new_page_indices"][:] = sizes.pages_per_seq
     if bucket.prefill_rows:
-        rows = max(1, min(bucket.prefill_rows, bucket.prefill_tokens // 229))
+        rows = max(1, min(bucket.prefill_rows, bucket.prefill_tokens // prompt_tokens))
         starts = np.linspace(0, bucket.prefill_tokens, rows + 1).astype(np.int32)
         fields["prefill_query_starts"][: rows + 1] = starts
         fields["prefill_query_starts"][rows + 1 :] = bucket.prefill_tokens
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--decode", default="1,64")
     parser.add_argument("--prefill", default="")
     parser.add_argument("--context", type=int, default=400)
+    parser.add_argument("--prompt-tokens", type=int, default=229, help="of each prompt in a step with prompts")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--num-pages", type=int, default=8192)
     parser.add_argument("--kernels", type=int, default=14)
@@ -133,7 +134,13 @@ def main() -> None:
     mesh = make_engine_mesh(engine_config)
     dtype = resolve_dtype(engine_config, mesh)
     sizes = Sizes(64, 512, options.num_pages, PAGE_SIZE)
-    factory = ProgramFactory(config, sizes, mesh, 2048, has_peers=options.peer_rows > 0)
+    buckets = [Bucket(int(rows), 0, 0) for rows in options.decode.split(",") if rows]
+    for part in options.prefill.split(","):
+        if part:
+            tokens, _, rows = part.partition("+")
+            buckets.append(Bucket(int(rows or 0), PREFILL_ROWS, int(tokens)))
+    most_tokens = max([2048, *(bucket.prefill_tokens for bucket in buckets)])
+    factory = ProgramFactory(config, sizes, mesh, most_tokens, has_peers=options.peer_rows > 0)
     peers: PeerMemory | None = None
     if factory.has_peers:
         layout = PeerLayout(mesh.size, options.peer_rows, 4 * config.hidden_size)
@@ -144,11 +151,6 @@ def main() -> None:
     cache = jax.tree.map(lambda pages: pages + jnp.ones((), pages.dtype), zero_cache(config, sizes, mesh, dtype))
     jax.block_until_ready((params, cache))
     print(f"weights and cache made in {time.perf_counter() - started:.1f} s", flush=True)
-    buckets = [Bucket(int(rows), 0, 0) for rows in options.decode.split(",") if rows]
-    for part in options.prefill.split(","):
-        if part:
-            tokens, _, rows = part.partition("+")
-            buckets.append(Bucket(int(rows or 0), PREFILL_ROWS, int(tokens)))
     state = jax.device_put(empty_state(sizes), replicated(mesh))
     Path(options.output).mkdir(parents=True, exist_ok=True)
     kernels_file = Path(options.output) / "kernels.txt"
@@ -225,7 +227,7 @@ def measure(
         page_table=jnp.asarray(table, jnp.int32),
     )
     state = jax.device_put(state, place)
-    packed = packed_step(bucket, sizes, options.context)
+    packed = packed_step(bucket, sizes, options.context, options.prompt_tokens)
     sample = jax.jit(factory.sample("greedy"), donate_argnums=(0,))
     launching = 0.0
 

@@ -187,6 +187,9 @@ TUNINGS = (
     TuningConfig(1, 3, units=2, tiles=2),
     TuningConfig(1, 2, units=2, tiles=2),
     TuningConfig(1, 2, tiles=2, turns=2),
+    TuningConfig(8, 2, units=2, clustered=False),
+    TuningConfig(2, 6, turns=2, clustered=False),
+    TuningConfig(4, 2, tiles=2, clustered=False),
 )
 
 

@@ -301,8 +301,21 @@ def test_tunings_that_are_chosen_run_in_one_go_where_they_can(form: Any) -> None
     """Clusters of 4 or 8 blocks find no room on all multiprocessors: with as many blocks as these, some would run alone."""
     for rows, k, columns in ((16, 14336, 4096), (64, 14336, 4096), (64, 4096, 6144), (64, 4096, 4096)):
         config = choose_config(form, rows, k, columns, is_swiglu=False)
-        clusters = columns // (config.units * config.tiles * 64)
-        assert config.split < 4 or clusters * config.split < 124, config
+        blocks = columns // (config.units * config.tiles * 64) * config.split
+        assert blocks < 124 if config.clustered and config.split >= 4 else blocks <= 132, config
+
+
+@pytest.mark.parametrize("form", ["float8-wide", "int8", "int4"])
+def test_blocks_wait_for_others_outside_a_cluster_only_where_all_find_room(form: Any) -> None:
+    """On a card with fewer multiprocessors they would wait for blocks that cannot begin."""
+    options: dict[str, Any] = {"is_swiglu": False}
+    chosen = choose_config(form, 64, 14336, 4096, **options)
+    assert (
+        not chosen.clustered and 4096 // (64 * chosen.units) * chosen.split == 128
+    )  # else half of the card has no work
+    assert choose_config(form, 64, 14336, 4096, **options, multiprocessors=114).clustered
+    too_many = TuningConfig(8, 2, units=2, clustered=False)
+    assert "more than 132 blocks" in str(misfit(form, 64, 14336, 4096, too_many, **options))
 
 
 def test_a_cut_is_told_to_fit_up_to_the_last_stage_that_does() -> None:
@@ -339,10 +352,11 @@ def test_a_product_is_never_in_flight_when_its_own_registers_are_widened_into_ag
         ({"units": 2, "turns": 3, "stages": 3}, "more than 4 tiles or 4 warpgroups"),
         ({"split": 4}, "k=384 must be a multiple of 128 times .*split=4"),
         ({"units": 4}, "columns=384 must be a multiple of 256"),
+        ({"clustered": False}, "makes one part of k"),
         ({"stages": 99}, "takes 1016392 of 232448 bytes of shared memory"),
     ],
 )
-def test_a_tuning_that_does_not_go_into_the_shape_is_refused(config: dict[str, int], message: str) -> None:
+def test_a_tuning_that_does_not_go_into_the_shape_is_refused(config: dict[str, Any], message: str) -> None:
     def plan() -> Problem:
         tuning = TuningConfig(**{"split": 1, "stages": 2, **config})
         return Problem("int8", 8, 384, 384, 384, False, False, jnp.dtype(jnp.bfloat16), tuning, None)
