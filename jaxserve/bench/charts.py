@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from jaxserve.bench.chart_labels import LabelledCurve, label_curves
@@ -17,10 +18,15 @@ COLOURS = (
     "#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f", "#854d0e", "#475569", "#ec4899",
 )  # fmt: skip
 MARKERS = "osD^vPX*<"  # of another number than colours, so that two curves share both only after 99
-_FEWEST_SNAPSHOTS = 4
+_FEWEST_SNAPSHOTS = 10  # fewer leave a panel over time all but empty
+_FEWEST_STEPS = 4  # told by them: long steps give as few points
+TOO_SHORT = (
+    f"no load took long enough for {_FEWEST_SNAPSHOTS} looks at the engine, four a second, and {_FEWEST_STEPS} steps"
+)
 _LOAD_UNITS = {"concurrency": "requests in flight", "rate": "requests a second", "trace": "times the trace's own speed"}
 FLOOR_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "alpha": 0.6}
 INK = "#374151"
+_FAILED = "_failed"  # matplotlib keeps labels that begin like this out of legends
 
 
 def tradeoff(series: Sequence[Series]) -> Figure | None:
@@ -35,7 +41,7 @@ def tradeoff(series: Sequence[Series]) -> Figure | None:
         summaries = [point.summary for point in _curve_points(part)]
         tpot = [summary.tpot_ms["mean"] for summary in summaries]
         rate = [summary.output_tokens_per_second / part.num_devices for summary in summaries]
-        axes.plot(tpot, rate, label=part.name, **styles[part.name])
+        draw_curve(axes, tpot, rate, failed_at(_curve_points(part)), label=part.name, style=styles[part.name])
         labels = [summary.load.label for summary in summaries]
         curves.append(LabelledCurve(tpot, rate, labels, styles[part.name]["color"]))
     axes.set_ylim(bottom=0)
@@ -81,16 +87,19 @@ def latency(series: Sequence[Series], kind: str) -> Figure | None:
         return None
     styles = styles_of(series)
     figure, [left, right] = new_figure(2)
+    has_floor = False
     for part in shown:
         summaries = [point.summary for point in part.of_kind(kind)]
         loads = [summary.load.value for summary in summaries]
+        failed = failed_at(part.of_kind(kind))
         style = styles[part.name]
         for axes, values in ((left, "tpot_ms"), (right, "ttft_ms")):
-            axes.plot(loads, [getattr(summary, values)["mean"] for summary in summaries], label=part.name, **style)
+            mean = [getattr(summary, values)["mean"] for summary in summaries]
+            draw_curve(axes, loads, mean, failed, label=part.name, style=style)
             high = [getattr(summary, values)["p90"] for summary in summaries]
             axes.plot(loads, high, color=style["color"], linestyle=":", linewidth=1.2)
-        draw_step_floor(left, part, kind, style["color"])
-        draw_prompt_floor(right, part, kind, style["color"])
+        has_floor |= draw_step_floor(left, part, kind, style["color"])
+        has_floor |= draw_prompt_floor(right, part, kind, style["color"])
     for axes, quantity in ((left, "time per output token (ms)"), (right, "time to first token (ms)")):
         load_axis(axes, shown, kind)
         axes.set_ylabel(quantity)
@@ -98,26 +107,28 @@ def latency(series: Sequence[Series], kind: str) -> Figure | None:
     finish(left, "Time per output token", legend=False)
     finish(right, "Time to first token", legend=False)
     legend_below(figure, left)
-    figure.suptitle("solid: mean, dotted: 90th percentile, dashed: the floor", fontsize=9, color=INK)
+    floor = ", dashed: the floor" if has_floor else ""
+    figure.suptitle(f"solid: mean, dotted: 90th percentile{floor}", fontsize=9, color=INK)
     return figure
 
 
-def draw_step_floor(axes: Axes, part: Series, kind: str, colour: str) -> None:
-    """Least time of a step, at each load."""
-    _draw_floors(axes, part, kind, colour, [point.summary.floor_ms for point in part.of_kind(kind)])
+def draw_step_floor(axes: Axes, part: Series, kind: str, colour: str) -> bool:
+    """Least time of a step, at each load; returns whether there is a line of it."""
+    return _draw_floors(axes, part, kind, colour, [point.summary.floor_ms for point in part.of_kind(kind)])
 
 
-def draw_prompt_floor(axes: Axes, part: Series, kind: str, colour: str, *, unit_ms: float = 1.0) -> None:
-    """Least time of a prompt, at each load."""
+def draw_prompt_floor(axes: Axes, part: Series, kind: str, colour: str, *, unit_ms: float = 1.0) -> bool:
+    """As `draw_step_floor`, of the least time of a prompt."""
     floors = [(point.summary.ttft_floor_ms or 0.0) / unit_ms for point in part.of_kind(kind)]
-    _draw_floors(axes, part, kind, colour, floors)
+    return _draw_floors(axes, part, kind, colour, floors)
 
 
-def _draw_floors(axes: Axes, part: Series, kind: str, colour: str, floors: Sequence[float | None]) -> None:
+def _draw_floors(axes: Axes, part: Series, kind: str, colour: str, floors: Sequence[float | None]) -> bool:
     loads = [point.summary.load.value for point in part.of_kind(kind)]
     known = [(load, floor) for load, floor in zip(loads, floors, strict=True) if floor]
     if known:
         axes.plot([load for load, _ in known], [floor for _, floor in known], color=colour, **FLOOR_STYLE)
+    return len(known) > 1  # a lone point is no line
 
 
 def utilization(series: Sequence[Series]) -> Figure | None:
@@ -133,11 +144,13 @@ def utilization(series: Sequence[Series]) -> Figure | None:
     for part in shown:
         summaries = [point.summary for point in part.of_kind("concurrency")]
         loads = [summary.load.value for summary in summaries]
-        style = styles[part.name]
-        left.plot(
-            loads, [100 * (summary.bandwidth_utilization or 0) for summary in summaries], label=part.name, **style
-        )
-        right.plot(loads, [100 * (summary.compute_utilization or 0) for summary in summaries], label=part.name, **style)
+        failed = failed_at(part.of_kind("concurrency"))
+        for axes, shares in (
+            (left, [summary.bandwidth_utilization for summary in summaries]),
+            (right, [summary.compute_utilization for summary in summaries]),
+        ):
+            percent = [100 * (share or 0) for share in shares]
+            draw_curve(axes, loads, percent, failed, label=part.name, style=styles[part.name])
     for axes, quantity in ((left, "MBU (% of the measured bandwidth)"), (right, "MFU (% of the measured matrix rate)")):
         load_axis(axes, shown, "concurrency")
         axes.set_ylabel(quantity)
@@ -152,11 +165,21 @@ def utilization(series: Sequence[Series]) -> Figure | None:
 
 def has_timeline(point: Point) -> bool:
     """Whether a load took long enough for a curve over its time."""
-    return len(point.timeline) >= _FEWEST_SNAPSHOTS
+    num_steps = {snapshot.num_steps for snapshot in point.timeline}
+    return len(point.timeline) >= _FEWEST_SNAPSHOTS and len(num_steps) >= _FEWEST_STEPS
+
+
+def no_timeline(part: Series) -> str | None:
+    """Why there is none of a run that has snapshots, in words."""
+    if not any(point.timeline for point in part.points) or any(has_timeline(point) for point in part.points):
+        return None
+    return f"{part.name} has no timeline: {TOO_SHORT}"
 
 
 def timeline(part: Series) -> Figure | None:
-    """What the engine did during the busiest load: batch size, tokens of a step, pages in use, and how long steps took."""
+    """What the engine did during the busiest load that took long enough: batch size, tokens of a step, pages in use, and how
+    long steps took.
+    """
     points = [point for point in part.points if has_timeline(point)]
     if not points:
         return None
@@ -215,6 +238,30 @@ def line_style(number: int) -> dict[str, Any]:
     }
 
 
+def failed_at(points: Iterable[Point]) -> list[bool]:
+    """At which of the loads requests failed."""
+    return [point.summary.num_failed > 0 for point in points]
+
+
+def draw_curve(
+    axes: Axes, x: Sequence[float], y: Sequence[float], failed: Sequence[bool], *, label: str, style: dict[str, Any]
+) -> None:
+    """One curve, hollow where requests failed: the others had their room. The legend says so."""
+    axes.plot(x, y, label=label, **style)
+    marked = [(across, up) for across, up, is_failed in zip(x, y, failed, strict=True) if is_failed]
+    if marked:
+        hollow = {**style, "linestyle": "none", "markerfacecolor": "white"}
+        axes.plot([across for across, _ in marked], [up for _, up in marked], label=_FAILED, **hollow)
+
+
+def _legend_entries(axes: Axes) -> tuple[list[Any], list[str]]:
+    handles, labels = axes.get_legend_handles_labels()
+    if any(line.get_label() == _FAILED for line in axes.lines):
+        handles.append(Line2D([], [], color=INK, linestyle="none", marker="o", markersize=5, markerfacecolor="white"))
+        labels.append("hollow: requests failed")
+    return handles, labels
+
+
 def load_axis(axes: Axes, series: Sequence[Series], kind: str, further: Iterable[float] = ()) -> None:
     """Loads on a logarithmic axis, with a tick at each that was measured, as far as they do not touch."""
     axes.set_xscale("log", base=2)
@@ -239,14 +286,14 @@ def finish(axes: Axes, title: str | None, *, legend: bool = True) -> None:
         axes.set_title(title, fontsize=10, color=INK)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes.get_legend_handles_labels()
+    handles, labels = _legend_entries(axes)
     if labels and legend:
         axes.legend(handles, labels, fontsize=8, frameon=False)
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
     """The curves' names under all panels, where they cover none of them."""
-    handles, labels = axes.get_legend_handles_labels()
+    handles, labels = _legend_entries(axes)
     longest = max(map(len, labels))
     columns = max(1, min(len(labels), int(figure.get_figwidth() / (0.075 * longest + 0.6))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,8 +14,11 @@ from jaxserve.bench.charts import (
     COLOURS,
     FLOOR_STYLE,
     INK,
+    TOO_SHORT,
+    draw_curve,
     draw_prompt_floor,
     draw_step_floor,
+    failed_at,
     finish,
     has_timeline,
     legend_below,
@@ -25,13 +29,14 @@ from jaxserve.bench.charts import (
 )
 from jaxserve.bench.parallelism import (
     Comparison,
-    Curve,
+    answered,
     comparisons,
     crossing,
     degrees_of,
     group_of,
     is_comparable,
     setup_of,
+    timed,
     tpot_by_load,
 )
 from jaxserve.bench.results import Series
@@ -53,31 +58,39 @@ def parallelism(series: Sequence[Series]) -> Figure | None:
         axes.set_visible(False)
     for axes, of_one in zip(panels, panels_of.values(), strict=False):
         wide, degree = of_one[0].wide, of_one[0].degree
-        tensor = tpot_by_load(wide, 1)
-        axes.plot(*tensor, label=f"tensor parallel on {degree}", **line_style(0))
+        _draw_tpot(axes, wide, label=f"tensor parallel on {degree}", style=line_style(0))
         loads: list[float] = []
         for number, comparison in enumerate(of_one, start=1):
-            data = tpot_by_load(comparison.narrow, comparison.times)
             own = degrees_of(comparison.narrow)[0]
             each = "" if own == 1 else f", {own} each"
-            axes.plot(*data, label=f"data parallel on {degree}{each} ({comparison.origin})", **line_style(number))
-            loads += data[0].tolist()
+            name = f"data parallel on {degree}{each} ({comparison.origin})"
+            loads += _draw_tpot(axes, comparison.narrow, times=comparison.times, label=name, style=line_style(number))
             if number == 1:
-                _mark_crossing(axes, tensor, data)
-        draw_step_floor(axes, wide, "concurrency", COLOURS[0])
+                _mark_crossing(axes, comparison)
+        has_floor = draw_step_floor(axes, wide, "concurrency", COLOURS[0])
         load_axis(axes, [wide], "concurrency", loads)
         axes.set_xlabel("requests in flight, over all devices")
         axes.set_ylabel("time per output token, mean (ms)")
         axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
         name = wide.name if names.count(wide.name) == 1 else f"{wide.environment.get('model')}, {wide.name}"
         of_what = "" if are_alike else f"{name}:\n"  # else the title is too long for half a figure
-        has_floor = any(point.summary.floor_ms for point in wide.of_kind("concurrency"))
         floor = f" (dashed: floor of TP{degree})" if has_floor else ""
         finish(axes, f"{of_what}Tensor or data parallelism on {degree} devices{floor}")
     return figure
 
 
-def _mark_crossing(axes: Axes, tensor: Curve, data: Curve) -> None:
+def _draw_tpot(axes: Axes, part: Series, *, label: str, style: dict[str, Any], times: int = 1) -> list[float]:
+    """Mean time per token against the requests in flight over all of so many replicas, which are returned."""
+    points = timed(part)
+    loads, tpot = (values.tolist() for values in tpot_by_load(points, times))
+    draw_curve(axes, loads, tpot, failed_at(points), label=label, style=style)
+    return loads
+
+
+def _mark_crossing(axes: Axes, comparison: Comparison) -> None:
+    """As far as all requests were answered."""
+    tensor = tpot_by_load(answered(comparison.wide), 1)
+    data = tpot_by_load(answered(comparison.narrow), comparison.times)
     load = crossing(tensor, data)
     if load is None:
         return
@@ -103,24 +116,27 @@ def speculation(series: Sequence[Series]) -> Figure | None:
     styles = styles_of(series)
     figure, [left, right] = new_figure(2)
     drawn: set[str] = set()
+    has_floor = False
     for plain, part in pairs:
         for run in (plain, part):
             if run.name not in drawn:  # two ways of speculating are set against the same plain decoding
-                loads, tpot = tpot_by_load(run, 1)
-                left.plot(loads, tpot, label=run.name, **styles[run.name])
-                draw_step_floor(left, run, "concurrency", styles[run.name]["color"])
+                _draw_tpot(left, run, label=run.name, style=styles[run.name])
+                has_floor |= draw_step_floor(left, run, "concurrency", styles[run.name]["color"])
                 drawn.add(run.name)
-        before = dict(zip(*(values.tolist() for values in tpot_by_load(plain, 1)), strict=True))
-        shared = [
-            (load, before[load] / tpot) for load, tpot in zip(*tpot_by_load(part, 1), strict=True) if load in before
-        ]
-        right.plot([load for load, _ in shared], [gain for _, gain in shared], label=part.name, **styles[part.name])
+        before = {point.summary.load: point for point in timed(plain)}
+        shared = [(before[point.summary.load], point) for point in timed(part) if point.summary.load in before]
+        gains = [one.summary.tpot_ms["mean"] / other.summary.tpot_ms["mean"] for one, other in shared]
+        draw_curve(
+            right, [point.summary.load.value for point, _ in shared], gains, [any(failed_at(pair)) for pair in shared],
+            label=part.name, style=styles[part.name],
+        )  # fmt: skip
     right.axhline(1, color=INK, **FLOOR_STYLE)
     for axes, quantity in ((left, "time per output token, mean (ms)"), (right, "speed-up over plain decoding")):
         load_axis(axes, [part for pair in pairs for part in pair], "concurrency")
         axes.set_ylabel(quantity)
         axes.set_ylim(bottom=0)
-    finish(left, "Speculation and plain decoding (dashed: floor of plain steps)", legend=False)
+    floor = " (dashed: floor of plain steps)" if has_floor else ""
+    finish(left, f"Speculation and plain decoding{floor}", legend=False)
     finish(right, "Speed-up (dashed: none)", legend=False)
     legend_below(figure, left)
     return figure
@@ -142,46 +158,55 @@ def batching(series: Sequence[Series]) -> Figure | None:
     if continuous is None:
         return None
     kind = max(("rate", "concurrency", "trace"), key=lambda kind: len(static.of_kind(kind)))
-    figure, [left, middle, right] = new_figure(3)
     pairs = ((continuous, "continuous"), (static, "static"))
     shared = set.intersection(*({p.summary.load for p in part.of_kind(kind) if has_timeline(p)} for part, _ in pairs))
     busiest = max(shared, key=lambda load: load.value, default=None)
+    figure, [left, middle, *over_time] = new_figure(2 if busiest is None else 3)
     for number, (part, label) in enumerate(pairs):
         summaries = [point.summary for point in part.of_kind(kind)]
         loads = [summary.load.value for summary in summaries]
         style = line_style(number)
-        left.plot(loads, [summary.output_tokens_per_second for summary in summaries], label=label, **style)
-        middle.plot(loads, [summary.ttft_ms["p90"] / 1e3 for summary in summaries], label=label, **style)
-        for snapshots in (point.timeline for point in part.of_kind(kind) if point.summary.load == busiest):
-            right.step([each.time for each in snapshots], [each.num_running for each in snapshots], where="post",
-                       color=COLOURS[number], label=label, linewidth=1.5)  # fmt: skip
-    draw_prompt_floor(middle, continuous, kind, COLOURS[0], unit_ms=1e3)
-    has_limit = _bandwidth_limit(left, continuous, kind)
+        failed = failed_at(part.of_kind(kind))
+        rates = [summary.output_tokens_per_second for summary in summaries]
+        draw_curve(left, loads, rates, failed, label=label, style=style)
+        waits = [summary.ttft_ms["p90"] / 1e3 for summary in summaries]
+        draw_curve(middle, loads, waits, failed, label=label, style=style)
+        for axes in over_time:
+            [snapshots] = (point.timeline for point in part.of_kind(kind) if point.summary.load == busiest)
+            axes.step([each.time for each in snapshots], [each.num_running for each in snapshots], where="post",
+                      color=COLOURS[number], label=label, linewidth=1.5)  # fmt: skip
+    has_floor = draw_prompt_floor(middle, continuous, kind, COLOURS[0], unit_ms=1e3)
+    limit = _bandwidth_limit(left, continuous, kind)
     for axes in (left, middle):
         load_axis(axes, [static, continuous], kind)
     left.set_ylabel("output tokens a second")
     middle.set_ylabel("time to first token, 90th percentile (s)")
-    right.set_ylabel("requests that run")
-    right.set_xlabel(f"seconds since the start, {'no load lasted long enough' if busiest is None else busiest.words}")
-    for axes in (left, middle, right):
+    for axes in (left, middle, *over_time):
         axes.set_ylim(bottom=0)
-    finish(left, "Throughput (dashed: the floor's)" if has_limit else "Throughput (the floor's is out of view)")
-    right.yaxis.set_major_locator(MaxNLocator(integer=True))
-    finish(middle, "Time to first token (dashed: the floor)")
-    finish(right, "Batch size over time")
+    finish(left, f"Throughput{limit}")
+    finish(middle, f"Time to first token{' (dashed: the floor)' if has_floor else ''}")
+    for axes in over_time:
+        axes.set_ylabel("requests that run")
+        axes.set_xlabel(f"seconds since the start, {'' if busiest is None else busiest.words}")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        finish(axes, "Batch size over time")
+    if not over_time:
+        figure.supxlabel(f"Batch size over time is left out: with both, {TOO_SHORT}", fontsize=9, color=INK)
     return figure
 
 
-def _bandwidth_limit(axes: Axes, part: Series, kind: str) -> bool:
-    """Draws what the floor of the same batches would give, where it lies in view."""
+def _bandwidth_limit(axes: Axes, part: Series, kind: str) -> str:
+    """Draws what the floor of the same batches would give, where it lies in view; returns what a title says of it."""
     summaries = [point.summary for point in part.of_kind(kind) if point.summary.floor_ms]
+    if len(summaries) < 2:  # a lone point is no line
+        return ""
     limit = [summary.mean_running / (summary.floor_ms or 1.0) * 1e3 for summary in summaries]
     high = axes.get_ylim()[1]
-    if len(summaries) < 2 or limit[1] > 3 * high:
-        return False
+    if limit[1] > 3 * high:
+        return " (the floor's is out of view)"
     axes.plot([summary.load.value for summary in summaries], limit, color=COLOURS[0], **FLOOR_STYLE)
     axes.set_ylim(0, min(3 * high, max(high, *limit)))
-    return True
+    return " (dashed: the floor's)"
 
 
 def _is_plain(part: Series) -> bool:

@@ -82,7 +82,7 @@ def comparisons(series: Sequence[Series]) -> list[Comparison]:
     """
     groups: dict[tuple[str, ...], dict[tuple[int, int], Series]] = {}
     for part in series:
-        if is_comparable(part) and _answered(part):
+        if is_comparable(part) and answered(part):
             groups.setdefault(group_of(part), {})[degrees_of(part)] = part
     found = []
     for by_degrees in groups.values():
@@ -99,20 +99,20 @@ def comparisons(series: Sequence[Series]) -> list[Comparison]:
     return found
 
 
-def _points(part: Series) -> list[Point]:
+def timed(part: Series) -> list[Point]:
     """At fixed concurrency, where some request got the second token that a time per token takes."""
     return [point for point in part.of_kind("concurrency") if point.summary.tpot_ms["mean"] > 0]
 
 
-def _answered(part: Series) -> list[Point]:
+def answered(part: Series) -> list[Point]:
     """Of these, those at which no request failed: else the others had their room."""
-    return [point for point in _points(part) if not point.summary.num_failed]
+    return [point for point in timed(part) if not point.summary.num_failed]
 
 
 def tokens_by_tpot(part: Series, times: int) -> Curve:
     """Times per token in rising order, and the most output tokens a second (of so many replicas) with no longer one."""
     points = sorted(
-        (point.summary.tpot_ms["mean"], times * point.summary.output_tokens_per_second) for point in _answered(part)
+        (point.summary.tpot_ms["mean"], times * point.summary.output_tokens_per_second) for point in answered(part)
     )
     tpot, rate = np.asarray(points).T
     return tpot, np.maximum.accumulate(rate)
@@ -124,11 +124,10 @@ def _tokens_at(times: np.ndarray, tokens: Curve) -> np.ndarray:
     return np.interp(times, tpot, rate * tpot) / times
 
 
-def tpot_by_load(part: Series, times: int) -> Curve:
+def tpot_by_load(points: Sequence[Point], times: int) -> Curve:
     """Requests in flight over all of so many replicas, and the mean time per token."""
-    summaries = [point.summary for point in _points(part)]
-    loads = np.asarray([summary.load.value * times for summary in summaries])
-    return loads, np.asarray([summary.tpot_ms["mean"] for summary in summaries])
+    loads = np.asarray([point.summary.load.value * times for point in points])
+    return loads, np.asarray([point.summary.tpot_ms["mean"] for point in points])
 
 
 def crossing(first: Curve, second: Curve) -> float | None:

@@ -126,6 +126,7 @@ def _page(title: str, series: Sequence[Series], said: Sequence[str], drawn: Sequ
         f"<p>{html.escape(f'{part.name} {point.summary.load.words}: {point.summary.failures}')}.</p>"
         for part in series for point in part.points if point.summary.failures
     ]  # fmt: skip
+    parts += [f"<p>{html.escape(reason)}.</p>" for part in series[:_TIMELINES] if (reason := charts.no_timeline(part))]
     parts.append("<h2>How it was measured</h2>")
     parts += [_origin(part) for part in series]
     head = (

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxserve.bench.records import Load, Snapshot
-from jaxserve.bench.results import find_series, read_series, write_environment
+from jaxserve.bench.records import Load
+from jaxserve.bench.results import find_series, write_environment
 from jaxserve.bench.sweep import Configuration, Outcome, environment_for, plan, run_sweep
 from jaxserve.bench.verdict import verdict
 from jaxserve.cli.main import build_app
@@ -324,45 +323,6 @@ def test_configurations_stand_in_order_whatever_their_folders_are_called(reporte
     assert names == ["TP1", "TP1 static", "TP1 speculation", "TP2", "TP4", "127.0.0.1:8001"]
 
 
-def test_batch_sizes_over_time_are_those_of_one_load(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from jaxserve.bench.charts_choices import batching
-
-    for name, settings in (("TP1", {}), ("TP1 static", {"static_batching": True})):
-        write_run(tmp_path, name, settings=settings)
-    plain, static = find_series(tmp_path)
-    short = [replace(each, timeline=each.timeline[:2]) if each is static.points[-1] else each for each in static.points]
-    figure = batching([plain, replace(static, points=short)])
-    assert figure is not None
-    sizes = figure.axes[2]
-    assert sizes.get_xlabel() == "seconds since the start, with 30 requests in flight"
-    assert [max(line.get_ydata()) for line in sizes.lines] == [30, 30]
-
-
-def test_a_trace_has_its_own_unit(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from jaxserve.bench.charts import tradeoff
-    from jaxserve.bench.charts_choices import batching
-
-    for name, settings in (("TP1", {}), ("TP1 static", {"static_batching": True})):
-        write_run(tmp_path, name, settings=settings, loads=(Load("trace", 1), Load("trace", 2)))
-    series = find_series(tmp_path)
-    over_time, curve = batching(series), tradeoff(series)
-    assert over_time is not None and over_time.axes[0].get_xlabel() == "times the trace's own speed"
-    assert curve is not None and "labels: the load" in curve.axes[0].get_title()
-
-
-@pytest.mark.parametrize(
-    ("share", "title"), [(0.8, "; dashed: the floor)"), (0.001, "; the floor is out of view)"), (None, "in flight)")]
-)
-def test_the_title_tells_of_a_floor_that_can_be_seen(share: float | None, title: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from jaxserve.bench.charts import tradeoff
-
-    figure = tradeoff([read_series(write_run(tmp_path, "TP1", floor_share=share))])
-    assert figure is not None and figure.axes[0].get_title().endswith(title)
-
-
 def test_the_same_figures_give_the_same_charts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write_run(tmp_path, "TP1")
@@ -389,31 +349,6 @@ def test_axes_have_their_units_and_points_their_loads(reported: Path) -> None:
     )
 
 
-def test_labels_cover_no_point_and_no_other_label() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    from jaxserve.bench.chart_labels import LabelledCurve, label_curves
-
-    figure = Figure()
-    axes = figure.subplots()
-    x = np.arange(8.0)
-    curves = [
-        LabelledCurve(x.tolist(), (shift + x**1.5).tolist(), [f"{shift}{n}" for n in range(8)], "k")
-        for shift in range(4)
-    ]
-    for curve in curves:
-        axes.plot(curve.x, curve.y)
-    label_curves(figure, axes, curves)
-    figure.canvas.draw()
-    written = {text.get_text(): text.get_window_extent() for text in axes.texts}
-    assert {f"{shift}{n}" for shift in range(4) for n in (0, 7)} <= set(written)  # ends always have theirs
-    boxes = list(written.values())
-    assert not any(one.overlaps(other) for n, one in enumerate(boxes) for other in boxes[:n])
-    points = [axes.transData.transform((x, y)) for curve in curves for x, y in zip(curve.x, curve.y, strict=True)]
-    assert not any(box.contains(*point) for box in boxes for point in points)
-
-
 @pytest.mark.parametrize(
     "chart", ["tradeoff", "latency-by-concurrency", "latency-by-rate", "utilization", "speculation"]
 )
@@ -434,19 +369,6 @@ def test_a_timeline_tells_how_long_steps_took_beside_their_floor(reported: Path)
     texts = " ".join(svg_texts(reported / "charts" / "timeline-1.svg"))
     assert "ms a step" in texts and "(dashed: floor)" in texts and "KV pages" in texts and "output tokens" in texts
     assert "with 64 requests in flight" in texts
-
-
-def test_steps_longer_than_the_time_between_two_looks_have_their_own_length(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from jaxserve.bench.charts import timeline
-
-    series = read_series(write_run(tmp_path, "TP1", loads=LOADS[:1]))
-    # One step of one second, three of them, looked at four times a second.
-    looks = [Snapshot(number / 4, 1, 0, 1, 10, 2 * (number // 4), 0, number // 4) for number in range(13)]
-    figure = timeline(replace(series, points=[replace(series.points[0], timeline=looks)]))
-    assert figure is not None
-    tokens, times = (figure.axes[panel].lines[0].get_ydata() for panel in (1, 3))
-    assert list(tokens) == [2, 2, 2] and list(times) == [1000, 1000, 1000]
 
 
 def test_a_sweep_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
