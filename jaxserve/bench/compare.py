@@ -14,7 +14,7 @@ _SAMPLES = 1000
 _AT_ONCE = 2_000_000  # weights that are held in memory
 _LEAST_FOR_P90 = 20  # requests: with fewer, only one or two decide it
 # What runs of one configuration may differ in as well, and what differs can be of.
-_VERSIONS = ("architecture", "jax", "python")
+_VERSIONS = ("architecture", "jaxserve", "git_commit", "jax", "python")
 
 # From how often each request counts in a sample, [samples, requests], to the samples' figures.
 Statistic = Callable[[np.ndarray], np.ndarray]

@@ -16,6 +16,7 @@ from jaxserve.bench.records import RunResult, Summary, format_table
 from jaxserve.bench.results import make_folder, write_environment, write_one_file
 from jaxserve.bench.run import BenchOptions, run_loads
 from jaxserve.bench.workload import Prompts
+from jaxserve.version import versions
 
 _FIRST_TOKEN_ID = 1000  # below lie most vocabularies' control tokens and single bytes
 
@@ -61,6 +62,7 @@ def measure_endpoint(
         "num_devices": num_devices,
         "workload": options.workload.name,
         "traffic": options.traffic(endpoint.temperature),
+        **versions(),  # of the client
         "python": platform.python_version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),

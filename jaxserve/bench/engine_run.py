@@ -35,6 +35,7 @@ from jaxserve.engine.remote_engine import RemoteEngine
 from jaxserve.engine.replicas import ReplicatedEngine
 from jaxserve.models.presets import is_preset, preset_config
 from jaxserve.progress import Progress
+from jaxserve.version import versions
 
 MeasuredEngine = EngineClient | ReplicatedEngine | RemoteEngine
 
@@ -181,6 +182,7 @@ def engine_environment(
         "architecture": engine.model_config.to_json(),
         "weight_bytes": weight_bytes_per_step(engine.model_config, jnp.dtype(engine.config.dtype)),
         "ceiling": dataclasses.asdict(ceiling),
+        **versions(),
         "jax": jax.__version__,
         "python": platform.python_version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -162,8 +162,12 @@ def _table(series: Sequence[Series]) -> str:
 def _origin(part: Series) -> str:
     known = part.environment
     facts = [str(known[key]) for key in ("model", "device", "workload", "transport", "date") if known.get(key)]
+    if known.get("jaxserve"):
+        whose = "" if known.get("engine") == "jaxserve" else "measured by "
+        commit = f" ({known['git_commit']})" if known.get("git_commit") else ""
+        facts.append(f"{whose}jaxserve {known['jaxserve']}{commit}")
     if known.get("jax"):
-        facts.insert(2, f"jax {known['jax']}")
+        facts.append(f"jax {known['jax']}")
     ceiling = known.get("ceiling")
     if ceiling:
         facts.append(

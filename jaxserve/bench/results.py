@@ -35,6 +35,7 @@ _IDENTITY = (
     "settings",
     "traffic",
 )
+_VERSIONS = ("jaxserve", "git_commit")  # loads of several may lie in one folder: all are told
 _BY_CHANCE = ("num_pages", "master_addr", "master_port")  # settings that the machine or its free memory decides
 
 
@@ -145,6 +146,7 @@ def write_environment(folder: Path, environment: dict[str, Any]) -> None:
             raise ValueError(
                 f"{folder} holds figures of something else ({', '.join(different)}): give another --output, or remove it"
             )
+        text = json.dumps({**environment, **_versions_of(before, environment)}, indent=1, default=str)
     _write(folder / _ENVIRONMENT, text)
 
 
@@ -272,9 +274,15 @@ def _together(one: Series, other: Series) -> Series:
     commands = dict.fromkeys(
         str(part.environment["command"]) for part in (first, second) if "command" in part.environment
     )
-    return Series(
-        one.folder, {**second.environment, "command": "\n".join(commands)}, sorted(points.values(), key=_by_load)
-    )
+    versions = _versions_of(first.environment, second.environment)
+    environment = {**second.environment, **versions, "command": "\n".join(commands)}
+    return Series(one.folder, environment, sorted(points.values(), key=_by_load))
+
+
+def _versions_of(*environments: dict[str, Any]) -> dict[str, str]:
+    """What all of them were measured with."""
+    told = {key: [part for each in environments for part in str(each.get(key, "")).split(", ")] for key in _VERSIONS}
+    return {key: ", ".join(filter(None, dict.fromkeys(parts))) for key, parts in told.items() if any(parts)}
 
 
 def _by_load(point: Point) -> tuple[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.metadata
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -51,6 +50,7 @@ from jaxserve.server.slot import ServiceSlot
 from jaxserve.server.streaming import EventStreamResponse
 from jaxserve.server.traces import RequestSpan, TraceMiddleware, Tracer
 from jaxserve.server.web_page import web_routes
+from jaxserve.version import version
 
 RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest, ResponsesRequest)
 
@@ -107,14 +107,6 @@ def _middleware(config: ServerConfig, load: ServerLoad, tracer: Tracer | None) -
     if tracer is not None:
         layers.append(Middleware(TraceMiddleware, tracer=tracer))
     return layers
-
-
-def version() -> str:
-    """Of the installed package; "0+unknown" in a checkout that was never installed."""
-    try:
-        return importlib.metadata.version("jaxserve")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"
 
 
 class _Routes:

@@ -21,12 +21,13 @@ import uvicorn
 
 from jaxserve.config import ServerConfig
 from jaxserve.protocol.service import OpenAIService
-from jaxserve.server.app import create_app, version
+from jaxserve.server.app import create_app
 from jaxserve.server.connection import raise_file_limit, uvicorn_config
 from jaxserve.server.listener import listener, shown_address
 from jaxserve.server.slot import ServiceSlot
 from jaxserve.server.thread_call import ThreadCall
 from jaxserve.server.traces import tracer_for
+from jaxserve.version import version
 
 logger = logging.getLogger(__name__)
 

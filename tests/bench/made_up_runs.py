@@ -34,7 +34,8 @@ def write_run(
         environment: beside the name: "num_devices", "settings" and the like.
     """
     runs = folder / "runs" / name.replace(" ", "-").lower()
-    known = {"name": name, "engine": "jaxserve", "transport": "in process", "model": "tiny", "device": "made up"}
+    known = {"name": name, "engine": "jaxserve", "transport": "in process", "model": "tiny", "device": "made up",
+             "jaxserve": "0.1", "git_commit": "0123abc"}  # fmt: skip
     write_environment(runs, {**known, "command": f"jaxserve bench tiny --name '{name}'", **environment})
     random = np.random.default_rng(seed)
     for load in loads:

@@ -139,8 +139,10 @@ def test_few_requests_have_no_percentiles(tmp_path: Path) -> None:
 
 def test_what_was_not_measured_alike_is_said(tmp_path: Path) -> None:
     """Else a change of the model, the card or a setting would be told as one of the engine's speed."""
-    alike = {"workload": "fixed:100/500", "settings": {"max_num_seqs": 8, "num_pages": 5}, "jax": "0.10"}
+    alike = {"workload": "fixed:100/500", "settings": {"max_num_seqs": 8, "num_pages": 5}, "jax": "0.10",
+             "git_commit": "aaa"}  # fmt: skip
     other = {"workload": "fixed:8/8", "settings": {"max_num_seqs": 4, "num_pages": 6}, "jax": "0.11", "model": "small",
+             "git_commit": "bbb",
              "device": "another", "architecture": {"num_layers": 3}}  # fmt: skip
     write_run(tmp_path / "a", "TP1", loads=LOADS[:1], architecture={"num_layers": 2}, **alike)
     write_run(tmp_path / "b", "TP1", loads=LOADS[:1], **other)
@@ -151,7 +153,7 @@ def test_what_was_not_measured_alike_is_said(tmp_path: Path) -> None:
     assert only == "only B has TP2"
     assert unlike.startswith("TP1 was not measured alike")
     for field in ("model tiny -> small", "device made up -> another", "workload fixed:100/500 -> fixed:8/8",
-                  "max_num_seqs 8 -> 4", "num_layers 2 -> 3", "jax 0.10 -> 0.11"):  # fmt: skip
+                  "max_num_seqs 8 -> 4", "num_layers 2 -> 3", "jax 0.10 -> 0.11", "git_commit aaa -> bbb"):  # fmt: skip
         assert field in unlike
     assert "num_pages" not in unlike  # which free memory decides
     assert "not measured alike" not in command("compare", str(tmp_path / "a"), str(tmp_path / "a"))[1]

@@ -42,6 +42,7 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.models.presets import preset_config
 from jaxserve.progress import NoProgress
 from jaxserve.speculative_config import SpeculativeConfig
+from jaxserve.version import versions
 from tests.tiny_engine import MODEL_CONFIG, tiny_engine
 
 CEILING = Ceiling(1e9, 1e12, "table")
@@ -87,6 +88,7 @@ def test_a_run_that_was_interrupted_goes_on_where_it_stopped(engine: EngineClien
     assert [point.summary.load for point in series.points] == list(LOADS)
     assert [len(point.records) for point in series.points] == [4, 4, 4]
     assert series.environment["settings"]["max_num_seqs"] == 2
+    assert {key: series.environment[key] for key in versions()} == versions()
     assert series.name == "tiny" and find_series(tmp_path)[0].name == "tiny"
 
 

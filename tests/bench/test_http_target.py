@@ -24,6 +24,7 @@ from jaxserve.bench.workload import Prompts, Workload, load_workload
 from jaxserve.bench.workload_files import Task
 from jaxserve.config import ServerConfig
 from jaxserve.server.app import create_app
+from jaxserve.version import version
 from tests.fakes import MODEL_NAME, FakeEngine, endless, fake_service
 from tests.server.harness import listening
 
@@ -157,6 +158,7 @@ async def test_what_an_endpoint_gave_is_written_to_a_file_or_a_folder(tmp_path: 
     else:
         known = json.loads((tmp_path / name / "environment.json").read_text())
         assert (tmp_path / name / "concurrency-2.summary.json").is_file()
+    assert known["jaxserve"] == version()
     assert known["num_devices"] == 2 and known["traffic"]["num_requests"] == 3
 
 

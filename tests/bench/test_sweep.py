@@ -305,6 +305,7 @@ def test_the_report_is_one_file_that_needs_nothing_else(reported: Path) -> None:
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids)), "two charts share an id: one would be drawn with the other's shapes"
     data = json.loads((reported / "summary.json").read_text())
+    assert "made up, in process, jaxserve 0.1 (0123abc)" in page and "http, measured by jaxserve 0.1" in page
     assert len(data["runs"]) == 6 and data["verdict"].startswith("Under a goal of 8 ms")
 
 
@@ -411,6 +412,16 @@ def test_a_folder_of_one_thing_takes_no_other(tmp_path: Path) -> None:
     assert json.loads((runs / "environment.json").read_text())["workload"] == "fixed:8/8"
     later = {**known, "model": "tiny", "date": "tomorrow", "settings": {"max_num_seqs": 4, "num_pages": 9, "new": 1}}
     write_environment(runs, later)  # what decides no figures may differ
+
+
+def test_a_folder_tells_of_every_version_that_its_loads_are_of(tmp_path: Path) -> None:
+    runs = write_run(tmp_path / "a", "TP1", loads=LOADS[:1], jaxserve="0.1", git_commit="aaa", date="2026-01-01")
+    write_run(tmp_path / "a", "TP1", loads=LOADS[1:2], jaxserve="0.1", git_commit="bbb-dirty", date="2026-01-02")
+    environment = json.loads((runs / "environment.json").read_text())
+    assert (environment["jaxserve"], environment["git_commit"]) == ("0.1", "aaa, bbb-dirty")
+    write_run(tmp_path / "b", "TP1", loads=LOADS[2:3], jaxserve="0.2", git_commit="bbb-dirty", date="2026-01-03")
+    [together] = find_series(tmp_path)
+    assert together.environment["jaxserve"] == "0.1, 0.2" and together.environment["git_commit"] == "aaa, bbb-dirty"
 
 
 def test_unfinished_loads_are_no_part_of_a_series(tmp_path: Path) -> None:
