@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.bench.records import Summary
 from jaxserve.bench.results import Point, Series
@@ -33,14 +33,18 @@ def verdict(series: Sequence[Series], slo_tpot_ms: float) -> str:
 
     Points with failed requests do not count, and are named: whoever answers few has time for them.
     """
-    left_out = [words for part in series if (words := _failures(part))]
+    left_out = failed_requests([replace(part, points=_judged(part)) for part in series])
     told = _best(series, slo_tpot_ms)
-    return f"{told} Left out, since requests failed: {'; '.join(left_out)}." if left_out else told
+    return f"{told} Left out, since requests failed: {left_out}." if left_out else told
+
+
+def failed_requests(series: Sequence[Series]) -> str:
+    """Of which configurations how many requests failed at which loads, and why; empty where none did."""
+    return "; ".join(words for part in series if (words := _failures(part)))
 
 
 def _failures(part: Series) -> str | None:
-    """At which loads of a configuration how many requests failed, and why; None where none did."""
-    failed = [point.summary for point in _judged(part) if point.summary.num_failed]
+    failed = [point.summary for point in part.points if point.summary.num_failed]
     if not failed:
         return None
     loads = [f"{each.load.label} ({each.num_failed} of {each.num_requests + each.num_failed})" for each in failed]

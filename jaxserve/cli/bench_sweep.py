@@ -100,8 +100,10 @@ def sweep(
     configure_logging(verbose)
     with reported_errors(verbose):
         from jaxserve.bench.model_check import check_model
+        from jaxserve.bench.results import find_series
         from jaxserve.bench.run import BenchOptions
         from jaxserve.bench.sweep import Outcome, plan, run_sweep
+        from jaxserve.bench.verdict import failed_requests
         from jaxserve.bench.workload import load_workload
         from jaxserve.cli.bench import parse_loads
 
@@ -154,16 +156,20 @@ def sweep(
         outcome = run_sweep(
             configurations, loads, _flags(passed), output, lambda text: typer.echo(text, err=True), seconds=seconds
         )
+        failures = ""
         try:
             if any(output.rglob("*.summary.json")):
                 _report(output, title, slo_tpot_ms)
+                failures = failed_requests(find_series(output))
         finally:  # whatever is wrong with the figures
             if outcome.failed:
                 typer.echo(f"failed: {', '.join(outcome.failed)}", err=True)
             if outcome.unfinished:
                 unfinished = ", ".join(outcome.unfinished)
                 typer.echo(f"not done yet: {unfinished}; the same command goes on from here", err=True)
-        if outcome != Outcome():
+        if failures:
+            typer.echo(f"requests failed: {failures}", err=True)
+        if failures or outcome != Outcome():
             raise typer.Exit(EXIT_FAILURE)
 
 
