@@ -138,7 +138,7 @@ def serve(
             root_path=root_path,
             api_keys=options.all_api_keys(api_key, options.API_KEYS, api_key_file),
             admin_api_keys=options.all_api_keys(admin_api_key, options.ADMIN_API_KEYS),
-            pinned_prompt=None if pinned_prompt is None else options.read_text(pinned_prompt),
+            pinned_prompt=None if pinned_prompt is None else options.read_text(pinned_prompt, "--pinned-prompt"),
             pinned_prompt_name="pinned_prompt" if pinned_prompt is None else str(pinned_prompt),
             allowed_origins=tuple(allowed_origins or ()),
             served_model_name=served_model_name,

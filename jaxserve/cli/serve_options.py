@@ -147,8 +147,8 @@ def all_api_keys(flags: list[str] | None, variable: str, file: Path | None = Non
     """The keys of all sources: flags, an environment variable (with spaces between them), and a file.
 
     Raises:
-        ValueError: the variable is set, or there is the file, and holds none: the server might be open to everyone.
-        OSError: the file cannot be read.
+        ValueError: the variable is set, or there is the file, and holds none: the server might be open to everyone; or
+            the file cannot be read.
     """
     value = os.environ.get(variable)
     if value is not None and not value.split():
@@ -156,27 +156,32 @@ def all_api_keys(flags: list[str] | None, variable: str, file: Path | None = Non
     return (*(flags or ()), *(value or "").split(), *(read_api_keys(file) if file else ()))
 
 
-def read_text(file: Path) -> str:
+def read_text(file: Path, flag: str) -> str:
     """A file's text, without the mark that some editors put before UTF-8: it would be a part of a prompt or a key.
 
+    Args:
+        flag: that named it.
+
     Raises:
-        ValueError: it is no UTF-8.
-        OSError: it cannot be read.
+        ValueError: it cannot be read, or is no UTF-8.
     """
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from error
+        raise ValueError(
+            f"{flag} {file} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{flag} {file} cannot be read ({error.strerror}): give a text file") from error
 
 
 def read_api_keys(file: Path) -> tuple[str, ...]:
     """The keys in a file: a line each, without white space around it; empty lines and those that start with # are none.
 
     Raises:
-        ValueError: there is none in it, which would leave the server open to everyone; or it is no UTF-8.
-        OSError: it cannot be read.
+        ValueError: there is none in it, which would leave the server open to everyone; or it is no UTF-8 or cannot be read.
     """
-    lines = [line.strip() for line in read_text(file).splitlines()]
+    lines = [line.strip() for line in read_text(file, "--api-key-file").splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ValueError(f"the API key file {file} holds no key: write one on each line")

@@ -148,7 +148,6 @@ class EngineClient(SubmittingEngine):
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> None:
-        self._submissions.check(prompt_token_ids, sampling, priority)
         request = Request(
             request_id,
             tuple(prompt_token_ids),
@@ -157,11 +156,7 @@ class EngineClient(SubmittingEngine):
             cache_salt=cache_salt,
             priority=priority,
         )
-        choices = self._make_sequences(request)
-        if not self.is_ready:
-            raise EngineStoppedError("the engine takes no new requests: it drains, was shut down, or failed")
-        self._submissions.admit(request_id, len(prompt_token_ids), sampling.n, receiver)
-        self._loop.add(choices)
+        self._submit(request, receiver)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self._loop.abort(request_id, index)
@@ -181,7 +176,11 @@ class EngineClient(SubmittingEngine):
         ended: Future[RequestOutput] = Future()
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         # Not as a request of this engine's own: another one in front of it may number those that it submits here alike.
-        self.submit_as(f"pin-{next(self._pin_numbers)}", prompt_token_ids, sampling, ended.set_result)
+        request_id = f"pin-{next(self._pin_numbers)}"
+        arrival_time = time.monotonic()
+        self._submit(
+            Request(request_id, tuple(prompt_token_ids), sampling, arrival_time, is_counted=False), ended.set_result
+        )
         if ended.result().finish_reason == "error":
             raise EngineStoppedError(f"the pinned prompt was not computed: {ended.result().error}")
 
@@ -232,6 +231,16 @@ class EngineClient(SubmittingEngine):
         """Seconds in which there was work so far, and those of them in which the device waited for the host."""
         loop = self._loop.stats
         return loop.busy, loop.device_idle
+
+    def _submit(self, request: Request, receiver: Receiver) -> None:
+        """Raises as `submit_as` does."""
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        self._submissions.check(prompt, sampling, request.priority)
+        choices = self._make_sequences(request)
+        if not self.is_ready:
+            raise EngineStoppedError("the engine takes no new requests: it drains, was shut down, or failed")
+        self._submissions.admit(request.request_id, len(prompt), sampling.n, receiver)
+        self._loop.add(choices)
 
     def _make_sequences(self, request: Request) -> tuple[sequences.Sequence, ...]:
         sampling = request.sampling

@@ -23,6 +23,7 @@ class Request:
         arrival_time: `time.monotonic()` seconds at submission.
         cache_salt: only requests with the same salt share KV pages; None: those without one do.
         priority: under the policy "priority", requests with a smaller one go first.
+        is_counted: among what was asked of the engine, and its tokens; not what the engine asks of itself.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Request:
     arrival_time: float
     cache_salt: str | None = None
     priority: int = 0
+    is_counted: bool = True
 
     @cached_property
     def prompt_bytes(self) -> bytes:

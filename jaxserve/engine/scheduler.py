@@ -195,7 +195,8 @@ class Scheduler:
             row: of `logprobs`, where those of the tokens begin.
         """
         taken, end = take_tokens(sequence, tokens)
-        self.num_generation_tokens += len(taken)
+        if sequence.request.is_counted:
+            self.num_generation_tokens += len(taken)
         if len(sequence.token_ids) >= sequence.next_full_page:
             self.pages.keep_full_pages(sequence)
         if end.reason is not None:
@@ -336,7 +337,8 @@ class Scheduler:
             self._drafting.take_cached(sequence, before)
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens += sequence.num_computed - before
-            self.num_cached_tokens += sequence.num_computed - before
+            if sequence.request.is_counted:
+                self.num_cached_tokens += sequence.num_computed - before
         return is_waiting
 
     def _admit_first(self) -> Sequence | None:
@@ -368,7 +370,8 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         self._take_cached(sequence, matched)
         if sequence.num_preemptions == 0:
-            self.num_prompt_tokens += sequence.num_prompt_tokens
+            if sequence.request.is_counted:
+                self.num_prompt_tokens += sequence.num_prompt_tokens
             sequence.scheduled_time = self._clock()
         insort(self.running, sequence, key=turn_of)
         self._batch_places -= 1
@@ -409,7 +412,8 @@ class Scheduler:
             self.running.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
-        self.finished[reason] += 1
+        if sequence.request.is_counted:
+            self.finished[reason] += 1
         siblings = self._by_request[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:

@@ -98,10 +98,14 @@ def launch(
     )
     if pinned_prompt is not None:
         try:
-            service.pin_prompt(pinned_prompt)
+            num_tokens = service.pin_prompt(pinned_prompt)
         except (BadRequestError, RequestError) as error:
             service.close()
             raise _unservable(pinned_prompt_name, error) from error
+        num_pages = num_tokens // config.page_size  # full ones: no other is kept
+        logger.info(
+            "%s: pinned a prompt of %d tokens, which keeps %d KV pages", pinned_prompt_name, num_tokens, num_pages
+        )
     return service
 
 

@@ -200,13 +200,18 @@ class OpenAIService:
         """
         return len(self._prompts.chat(request))
 
-    def pin_prompt(self, system_prompt: str) -> None:
+    def pin_prompt(self, system_prompt: str) -> int:
         """Computes the pages of a system prompt and keeps them, so that no conversation with it waits for that. Blocks.
+
+        Returns:
+            How many tokens it has, with the template's.
 
         Raises:
             BadRequestError, RequestError: the template refuses it, or it is too long.
         """
-        self.engine.pin_prompt(self._prompts.system_prefix(system_prompt))
+        tokens = self._prompts.system_prefix(system_prompt)
+        self.engine.pin_prompt(tokens)
+        return len(tokens)
 
     async def flush_cache(self) -> int:
         """Forgets what is kept of prompts that nobody uses now; returns how many KV pages that frees."""

@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_read_is_named(
         done = serve(option, str(file))
         assert done.exit_code == 1 and not started
         (line,) = done.stderr.splitlines()
-        assert str(file) in line and reason in line
+        assert f"{option} {file} " in line and reason in line
 
 
 def test_a_key_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_key_file_without_keys_does_not_open_the_server(tmp_path: Path) -> Non
         (["--max-connections", "0"], "max_connections=0 must be at least 1"),
         (["--api-key", ""], "an API key must not be empty"),
         (["--stalled-client-timeout", "0"], "stalled_client_timeout=0.0 must be positive"),
-        (["--api-key-file", "/absent/keys"], "No such file or directory: /absent/keys"),
+        (["--api-key-file", "/absent/keys"], "--api-key-file /absent/keys cannot be read (No such file or directory)"),
     ],
 )
 def test_flags_that_cannot_be_meant(

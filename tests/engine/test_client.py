@@ -275,6 +275,20 @@ def test_a_pinned_prompt_is_there_for_the_first_request() -> None:
         assert cached_tokens(client, [*prompt[:8], 30, 31]) == 8
 
 
+def test_what_pins_a_prompt_is_nobodys_request() -> None:
+    prompt = list(range(10))
+    with engine() as client:
+        client.pin_prompt(prompt)
+        client.pin_prompt(prompt)  # takes what is there
+        stats = client.stats()
+        assert (stats.prompt_tokens, stats.cached_prompt_tokens, stats.generation_tokens) == (0, 0, 0)
+        assert stats.finished == {}
+        cached_tokens(client, prompt)
+        stats = client.stats()
+        assert (stats.prompt_tokens, stats.cached_prompt_tokens, stats.generation_tokens) == (10, 8, 2)
+        assert stats.finished == {"length": 1}
+
+
 def test_a_prompt_is_pinned_beside_requests_whose_ids_another_engine_gave() -> None:
     gate = Gate()
     gate.free_steps = 1

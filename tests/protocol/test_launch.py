@@ -80,6 +80,18 @@ def test_a_pinned_prompt_of_which_nothing_is_kept_is_told(
         assert ("prompt.txt: the pinned prompt has 31 tokens, less than a KV page" in caplog.text) == told
 
 
+def test_what_is_pinned_is_told_with_its_pages(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "jaxserve.protocol.launch")
+    engine = FakeEngine(say("x"))
+    monkeypatch.setattr(
+        "jaxserve.protocol.launch.start_checkpoint_engine", lambda *arguments: SimpleNamespace(engine=engine)
+    )
+    launch_pinned(tiny_model_dir, "x" * 100, page_size=16)
+    assert "prompt.txt: pinned a prompt of 116 tokens, which keeps 7 KV pages" in caplog.messages
+
+
 def test_a_pinned_prompt_that_the_engines_memory_cannot_hold_is_named(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
