@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -187,12 +188,16 @@ def timeline(part: Series) -> Figure | None:
     snapshots = point.timeline
     seconds = [snapshot.time for snapshot in snapshots]
     figure, [top, middle, pages, bottom] = new_figure(4, columns=1, height=7.6)
-    top.plot(seconds, [snapshot.num_running for snapshot in snapshots], color=COLOURS[0], label="running")
+    # Wider than what may lie upon it, so that both are seen where as many wait as run.
+    top.plot(seconds, [each.num_running for each in snapshots], color=COLOURS[0], label="running", linewidth=2.6)
     top.plot(seconds, [snapshot.num_waiting for snapshot in snapshots], color=COLOURS[1], label="waiting", linewidth=1)
     top.set_ylabel("requests")
     # A step that takes longer than the time between two snapshots is told by the first one that has it.
-    told = [next(same) for _, same in itertools.groupby(snapshots, key=lambda each: each.num_steps)]
+    alike = [list(same) for _, same in itertools.groupby(snapshots, key=lambda each: each.num_steps)]
+    told = [same[0] for same in alike]
     steps = list(itertools.pairwise(told))
+    # Between them there may be time without work, which is no part of a step.
+    is_busy = [all(each.num_running for each in (*same, late)) for same, late in zip(alike, told[1:], strict=False)]
     moments = [late.time for _, late in steps]
     tokens = [
         (late.generation_tokens - early.generation_tokens) / (late.num_steps - early.num_steps) for early, late in steps
@@ -201,8 +206,11 @@ def timeline(part: Series) -> Figure | None:
     middle.set_ylabel("output tokens\na step")
     pages.plot(seconds, [100 * each.used_pages / max(1, each.num_pages) for each in snapshots], color=COLOURS[4])
     pages.set_ylabel("KV pages\nin use (%)")
-    times = [1e3 * (late.time - early.time) / (late.num_steps - early.num_steps) for early, late in steps]
-    bottom.plot(moments, times, color=COLOURS[3])
+    times = [
+        1e3 * (late.time - early.time) / (late.num_steps - early.num_steps) if busy else math.nan
+        for (early, late), busy in zip(steps, is_busy, strict=True)
+    ]
+    bottom.plot(moments, times, color=COLOURS[3], marker=".", markersize=4)  # points, for some may be alone
     if point.summary.floor_ms:
         bottom.axhline(point.summary.floor_ms, color=COLOURS[3], **FLOOR_STYLE)
     bottom.set_ylabel("ms a step\n(dashed: floor)" if point.summary.floor_ms else "ms a step")

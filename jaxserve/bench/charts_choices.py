@@ -39,6 +39,7 @@ from jaxserve.bench.parallelism import (
     timed,
     tpot_by_load,
 )
+from jaxserve.bench.records import Load
 from jaxserve.bench.results import Series
 
 
@@ -159,8 +160,7 @@ def batching(series: Sequence[Series]) -> Figure | None:
         return None
     kind = max(("rate", "concurrency", "trace"), key=lambda kind: len(static.of_kind(kind)))
     pairs = ((continuous, "continuous"), (static, "static"))
-    shared = set.intersection(*({p.summary.load for p in part.of_kind(kind) if has_timeline(p)} for part, _ in pairs))
-    busiest = max(shared, key=lambda load: load.value, default=None)
+    busiest = _busiest_of_both(continuous, static)
     figure, [left, middle, *over_time] = new_figure(2 if busiest is None else 3)
     for number, (part, label) in enumerate(pairs):
         summaries = [point.summary for point in part.of_kind(kind)]
@@ -172,7 +172,7 @@ def batching(series: Sequence[Series]) -> Figure | None:
         waits = [summary.ttft_ms["p90"] / 1e3 for summary in summaries]
         draw_curve(middle, loads, waits, failed, label=label, style=style)
         for axes in over_time:
-            [snapshots] = (point.timeline for point in part.of_kind(kind) if point.summary.load == busiest)
+            [snapshots] = (point.timeline for point in part.points if point.summary.load == busiest)
             axes.step([each.time for each in snapshots], [each.num_running for each in snapshots], where="post",
                       color=COLOURS[number], label=label, linewidth=1.5)  # fmt: skip
     has_floor = draw_prompt_floor(middle, continuous, kind, COLOURS[0], unit_ms=1e3)
@@ -191,8 +191,20 @@ def batching(series: Sequence[Series]) -> Figure | None:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         finish(axes, "Batch size over time")
     if not over_time:
-        figure.supxlabel(f"Batch size over time is left out: with both, {TOO_SHORT}", fontsize=9, color=INK)
+        figure.supxlabel(
+            f"Batch size over time is left out: with both, and several requests, {TOO_SHORT}", fontsize=9, color=INK
+        )
     return figure
+
+
+def _busiest_of_both(one: Series, other: Series) -> Load | None:
+    """The load with most requests at once, of whatever kind, that took long enough with both; None: there is none."""
+    running = [
+        {point.summary.load: point.summary.mean_running for point in part.points if has_timeline(point)}
+        for part in (one, other)
+    ]
+    shared = [load for load in running[0] if load in running[1] and load != Load("concurrency", 1)]
+    return max(shared, key=lambda load: running[0][load] + running[1][load], default=None)
 
 
 def _bandwidth_limit(axes: Axes, part: Series, kind: str) -> str:

@@ -184,6 +184,30 @@ def test_a_timeline_is_of_the_busiest_load_that_was_looked_at_often_enough(tmp_p
     assert no_timeline(part) is None
 
 
+def test_time_without_work_is_no_part_of_a_step(tmp_path: Path) -> None:
+    part = series_of(tmp_path, "TP1", loads=RATES[:1])
+    # 25 steps between two looks, and nothing to do from 1 s to 2 s.
+    busy = [Snapshot(number / 4, int(not 4 <= number <= 8), 0, 1, 10, 0, 0, 25 * min(number, max(4, number - 4)))
+            for number in range(17)]  # fmt: skip
+    figure = timeline(replace(part, points=[replace(part.points[0], timeline=busy)]))
+    assert figure is not None
+    [times, *_] = figure.axes[3].lines
+    assert {round(float(time), 6) for time in times.get_ydata() if not np.isnan(time)} == {10.0}
+
+
+def test_batch_sizes_over_time_are_of_several_requests_whatever_the_load_is(tmp_path: Path) -> None:
+    """Of one request in flight there is nothing to see."""
+    loads = (*LOADS[:2], RATES[2])
+    names = ("TP1", "TP1 static")
+    plain, static = (looked_at(series_of(tmp_path, name, loads=loads, **WAYS[name]), 20, 6, 20) for name in names)
+    figure = batching([plain, static])
+    assert figure is not None and figure.axes[0].get_xlabel() == "requests in flight"
+    assert figure.axes[2].get_xlabel() == "seconds since the start, at 4 requests a second"
+    plain, static = (looked_at(part, 20, 6, 6) for part in (plain, static))
+    figure = batching([plain, static])
+    assert figure is not None and len(figure.axes) == 2
+
+
 def test_a_chart_over_time_that_would_be_all_but_empty_is_left_out_and_the_reason_told(tmp_path: Path) -> None:
     names = ("TP1", "TP1 static")
     plain, static = (looked_at(series_of(tmp_path, name, loads=LOADS[:2], **WAYS[name]), 6, 6) for name in names)
@@ -194,6 +218,8 @@ def test_a_chart_over_time_that_would_be_all_but_empty_is_left_out_and_the_reaso
     assert no_timeline(looked_at(plain, 0, 0)) is None  # an endpoint tells nothing of itself
     figure = batching([plain, static])
     assert figure is not None and len(figure.axes) == 2
-    assert figure.get_supxlabel().startswith("Batch size over time is left out: with both, no load took long enough")
+    assert figure.get_supxlabel().startswith(
+        "Batch size over time is left out: with both, and several requests, no load"
+    )
     stalled = replace(plain, points=[replace(each, timeline=20 * each.timeline[:1]) for each in plain.points])
     assert timeline(stalled) is None  # no step ended: nothing to draw of them
