@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from jaxserve.json_fields import from_json
 from jaxserve.quantization_config import Quantization, QuantizationConfig
 from jaxserve.speculative_config import SpeculativeConfig
 
@@ -141,27 +142,12 @@ class ModelConfig:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> ModelConfig:
-        """Inverse of `to_json`; unknown keys are an error, since a dropped key may change the model."""
-        known = {field.name for field in dataclasses.fields(ModelConfig)}
-        unknown = sorted(set(data) - known)
-        if unknown:
-            raise ValueError(f"unknown model config keys {unknown}: made by a newer version of jaxserve?")
-        values = dict(data)
-        if values.get("rope_scaling") is not None:
-            values["rope_scaling"] = RopeScaling(**_with_tuples(values["rope_scaling"]))
-        if values.get("quantization") is not None:
-            values["quantization"] = QuantizationConfig(**_with_tuples(values["quantization"]))
-        values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
-        return ModelConfig(**values)
+        """Inverse of `to_json`; unknown keys are an error, since a dropped key may change the model.
 
-
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """Values from JSON, which has lists for tuples."""
-    return {key: _as_tuple(value) for key, value in values.items()}
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+        Raises:
+            ValueError: as `jaxserve.json_fields.from_json`.
+        """
+        return from_json(ModelConfig, data)
 
 
 @dataclass(frozen=True)

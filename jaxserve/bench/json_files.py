@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
-import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -40,43 +37,3 @@ def _parsed(text: bytes, make: Callable[[dict[str, Any]], T], place: str) -> T:
         return make(data)
     except ValueError as error:
         raise ValueError(f"{place} is not what `jaxserve bench` writes: {error}") from error
-
-
-def from_json(kind: type[T], data: dict[str, Any]) -> T:
-    """A dataclass from its fields; others are left out, as a newer version may have written them.
-
-    Raises:
-        ValueError: a field is missing, or its value is of another type.
-    """
-    hints = _hints(kind)
-    values = {}
-    for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType] - kind is a dataclass
-        if field.name in data:
-            value = data[field.name]
-            if not _fits(value, hints[field.name]):
-                raise ValueError(f"{field.name} is {str(value)[:40]!r}")
-            values[field.name] = value
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{field.name} is missing")
-    return kind(**values)
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _fits(value: object, kind: Any) -> bool:
-    """Whether a value is of a type, as far as dataclasses here have fields of such."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
-    if origin is Literal:
-        return value in parts
-    if origin is list:
-        return isinstance(value, list) and all(_fits(part, parts[0]) for part in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(part, parts[1]) for part in value.values())
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    return kind is Any or isinstance(value, kind)

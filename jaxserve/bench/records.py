@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxserve.bench.json_files import from_json
+from jaxserve.json_fields import from_json
 
 _STATISTICS = ("mean", "p50", "p90", "p99")
 _REASON_CHARACTERS = 160  # of why a request failed: an endpoint may answer with a whole page
@@ -100,7 +100,7 @@ class RequestRecord:
         """Raises:
         ValueError: it is no record.
         """
-        return from_json(RequestRecord, data)
+        return from_json(RequestRecord, data, ignore_unknown=True)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Snapshot:
         """Raises:
         ValueError: it is no snapshot.
         """
-        return from_json(Snapshot, data)
+        return from_json(Snapshot, data, ignore_unknown=True)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Summary:
         ValueError: it is no summary.
         """
         load = from_json(Load, {"kind": data.get("load_kind"), "value": data.get("load_value")})
-        summary = from_json(Summary, {**data, "load": load})
+        summary = from_json(Summary, {**data, "load": load}, ignore_unknown=True)
         for name in ("tpot_ms", "ttft_ms", "itl_ms"):
             statistics = getattr(summary, name)
             missing = [] if statistics is None else [key for key in _STATISTICS if key not in statistics]

@@ -18,8 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.json_files import from_json, read_json, read_json_lines
+from jaxserve.bench.json_files import read_json, read_json_lines
 from jaxserve.bench.records import Load, RequestRecord, RunResult, Snapshot, Summary, first_failure
+from jaxserve.json_fields import from_json
 
 _ENVIRONMENT = "environment.json"
 # Runs that agree in these are parts of one run.
@@ -232,7 +233,7 @@ def _checked_environment(data: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it is not.
     """
-    from_json(_Environment, data)
+    from_json(_Environment, data, ignore_unknown=True)
     return data
 
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.endpoint_url import split_url
-from jaxserve.bench.json_files import from_json, read_json
+from jaxserve.bench.json_files import read_json
 from jaxserve.bench.process_group import run_in_group
 from jaxserve.bench.records import Load
 from jaxserve.bench.results import held_alone, is_done
+from jaxserve.json_fields import from_json
 
 _THREADS_PER_DEVICE = 4
 _LOAD_FLAGS = ("--concurrency", "--request-rate", "--trace-speed", "--timeout")
@@ -200,7 +201,7 @@ class _Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> _Plan:
-        return from_json(_Plan, data)
+        return from_json(_Plan, data, ignore_unknown=True)
 
 
 def _write_plan(folder: Path, configurations: Sequence[Configuration], arguments: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import read_json
 from jaxserve.config import ModelConfig
+from jaxserve.json_fields import from_json
 
 MANIFEST_FILE = "jaxserve.json"
 FORMAT_VERSION = 2
@@ -37,17 +38,16 @@ class ArrayInfo:
         return math.prod(self.shape) * np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
 
     def __post_init__(self) -> None:
-        if not all(isinstance(size, int) and size >= 0 for size in self.shape):
+        if any(size < 0 for size in self.shape):
             raise ValueError(f"shape={self.shape} must be sizes")
-        _ = self.nbytes  # raises TypeError for an unknown dtype
+        try:
+            _ = self.nbytes
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"dtype={self.dtype!r} is not known") from error
 
     @staticmethod
     def of(array: np.ndarray) -> ArrayInfo:
         return ArrayInfo(array.shape, array.dtype.name)
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> ArrayInfo:
-        return ArrayInfo(tuple(data["shape"]), data["dtype"])
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,13 @@ def read_manifest(folder: Path) -> Manifest:
             "convert the model again"
         )
     try:
-        for key in ("name", "dtype", "quantization", "architecture", "source"):
-            if key in data and not isinstance(data[key], str):
-                raise ValueError(f"{key}={data[key]!r} must be a text")
-        arrays = {name: ArrayInfo.from_json(info) for name, info in data["arrays"].items()}
-        config = ModelConfig.from_json(data["model_config"])
+        manifest = from_json(Manifest, data)
         # Before a list of them is made: a number costs nothing.
-        if not isinstance(config.num_layers, int) or config.num_layers > len(arrays):
-            raise ValueError(f"num_layers={config.num_layers} of {len(arrays)} arrays")
-        files = {str(name): int(size) for name, size in data["files"].items()}
-        return Manifest(**{**data, "model_config": config, "arrays": arrays, "files": files})
-    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
+        if manifest.model_config.num_layers > len(manifest.arrays):
+            raise ValueError(f"num_layers={manifest.model_config.num_layers} of {len(manifest.arrays)} arrays")
+    except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error}): convert the model again") from error
+    return manifest
 
 
 def file_sizes(folder: Path) -> dict[str, int]:

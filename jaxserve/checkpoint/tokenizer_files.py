@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.json_fields import from_json
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "jaxserve_tokenizer.json"
@@ -59,16 +60,12 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     Raises:
         CheckpointError: if a file is missing or is not what it should be.
     """
-    settings = read_json(folder / SETTINGS_FILE)
-    known = {field.name for field in dataclasses.fields(TokenizerSettings)}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        raise CheckpointError(
-            f"{folder / SETTINGS_FILE}: unknown keys {unknown}, made by a newer version of jaxserve? "
-            "Convert the model again"
-        )
-    settings["eos_token_ids"] = tuple(settings.get("eos_token_ids", ()))
-    return TokenizerFiles(read_text(folder / TOKENIZER_FILE), TokenizerSettings(**settings))
+    path = folder / SETTINGS_FILE
+    try:
+        settings = from_json(TokenizerSettings, read_json(path))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}): convert the model again") from error
+    return TokenizerFiles(read_text(folder / TOKENIZER_FILE), settings)
 
 
 def read_text(path: Path) -> str:

@@ -17,6 +17,7 @@ from jaxserve.checkpoint.atomic import disk_message, flush, flush_folder, remove
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import WEIGHTS_FOLDER, ArrayInfo, file_sizes
 from jaxserve.checkpoint.tokenizer_files import error_line, read_json
+from jaxserve.json_fields import from_json
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class UnfinishedFolder:
             for piece, arrays in earlier["finished"].items():
                 files = earlier["files"][piece]
                 if file_sizes(self.weights / piece) == files:
-                    self.finished[piece] = {name: ArrayInfo.from_json(info) for name, info in arrays.items()}
+                    self.finished[piece] = {name: from_json(ArrayInfo, info) for name, info in arrays.items()}
                     self._files[piece] = files
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise CheckpointError(

@@ -65,7 +65,7 @@ def preset_config(name: str) -> ModelConfig:
     if _is_json_file(name):
         try:
             return ModelConfig.from_json(json.loads(Path(name).read_text()))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} does not describe a model: {error}") from error
     raise ValueError(f"no architecture is called {name!r}: use one of {sorted(presets)}, or a JSON file")
 

@@ -51,6 +51,9 @@ def test_an_architecture_of_a_file_and_what_is_wrong_with_one(tmp_path: Path) ->
     path.write_text('{"vocab_size": 64}')
     code, output = inspect(str(path))
     assert code == 1 and "tiny.json does not describe a model" in output
+    path.write_text(json.dumps(sizes | {"rope_theta": "1e4"}))
+    code, output = inspect(str(path))
+    assert code == 1 and "tiny.json does not describe a model: rope_theta='1e4' must be a number" in output
 
 
 def test_a_checkpoint_tells_what_it_holds_and_what_an_engine_would(tiny_model_dir: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,4 +81,12 @@ def test_settings_of_a_newer_version_are_refused(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / SETTINGS_FILE).write_text('{"new_key": 1}')
     with pytest.raises(CheckpointError, match="new_key"):
+        read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"eos_token_ids": 5}, {"eos_token_ids": ["2"]}, {"bos_token": 1}], ids=str)
+def test_settings_of_other_types_are_refused_by_name(settings: dict[str, Any], tmp_path: Path) -> None:
+    written(tmp_path)
+    (tmp_path / SETTINGS_FILE).write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=f"{next(iter(settings))}.*=.* must be .*: convert the model again"):
         read_tokenizer(tmp_path)

@@ -1,0 +1,116 @@
+"""A manifest that somebody edited: each wrong value is told on one line, by the name of its field."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxserve.checkpoint.convert import convert
+from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from jaxserve.checkpoint.quantize import quantization_step
+from jaxserve.cli.main import build_app
+from jaxserve.progress import NoProgress
+from tests.tiny_model import write_tiny_llama
+
+SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
+OTHER_VALUES = ["text", 5, 1.5, True, None, [], {}]
+OPTIONAL = ("rope_scaling", "sliding_window", "bos_token_id", "quantization")
+ALIKE = ("files", "versions", "arrays", "source_files")  # one entry of each stands for all
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("manifest")
+    source = write_tiny_llama(root / "source", num_hidden_layers=1, rope_scaling=SCALING)
+    return convert(source, root / "converted", step=quantization_step("int8"), progress=NoProgress())
+
+
+@pytest.fixture
+def folder(converted: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(converted, tmp_path / "converted"))
+
+
+def edited(folder: Path, place: tuple[str | int, ...], value: Any) -> None:
+    path = folder / MANIFEST_FILE
+    data = json.loads(path.read_text())
+    holder = data
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    path.write_text(json.dumps(data))
+
+
+def run(command: str, folder: Path) -> tuple[int, str]:
+    arguments = [str(folder)] if command == "inspect" else [str(folder), str(folder.parent / "exported")]
+    result = CliRunner().invoke(build_app(), [command, *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        (("model_config", "num_layers"), "1", "model_config.num_layers='1' must be a whole number"),
+        (("model_config", "max_position_embeddings"), 1.5, "max_position_embeddings=1.5 must be a whole number"),
+        (("model_config", "tie_word_embeddings"), "false", "tie_word_embeddings='false' must be true or false"),
+        (("model_config", "eos_token_ids"), "258", "model_config.eos_token_ids='258' must be a list"),
+        (("model_config", "eos_token_ids", 0), "a", "model_config.eos_token_ids[0]='a' must be a whole number"),
+        (("model_config", "bos_token_id"), [1], "model_config.bos_token_id=[1] must be a whole number or null"),
+        (("model_config", "rope_scaling", "factor"), "8", "rope_scaling.factor='8' must be a number"),
+        (("model_config", "rope_scaling", "spin"), 1, "model_config.rope_scaling.spin is not known"),
+        (("model_config", "quantization"), ["int8"], "quantization=['int8'] must be an object or null"),
+        (("model_config",), [], "model_config=[] must be an object"),
+        (("versions",), ["jax"], "versions=['jax'] must be an object"),
+        (("source_files", "model.safetensors"), 5, "source_files['model.safetensors']=5 must be a text"),
+        (("arrays", "embedding/embedding", "shape"), 64, "arrays['embedding/embedding'].shape=64 must be a list"),
+        (("arrays", "embedding/embedding", "dtype"), "float33", "arrays['embedding/embedding']: dtype='float33'"),
+        (("files", "tokenizer/tokenizer.json"), "12", "files['tokenizer/tokenizer.json']='12' must be a whole"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_the_field_and_the_remedy_are_told(
+    command: str, place: tuple[str | int, ...], value: Any, told: str, folder: Path
+) -> None:
+    edited(folder, place, value)
+    code, output = run(command, folder)
+    assert code == 1
+    (line,) = output.splitlines()
+    assert told in line and MANIFEST_FILE in line and "convert the model again" in line
+    assert not (folder.parent / "exported").exists()
+
+
+def test_no_value_of_another_type_is_taken(converted: Path, tmp_path: Path) -> None:
+    text = (converted / MANIFEST_FILE).read_text()
+    for place in places(json.loads(text)):
+        for value in OTHER_VALUES:
+            data = json.loads(text)
+            holder = data
+            for key in place[:-1]:
+                holder = holder[key]
+            was = holder[place[-1]]
+            may_be_null = value is None and place[-1] in OPTIONAL
+            if may_be_null or type(was) is type(value) or (isinstance(was, float) and type(value) is int):
+                continue
+            holder[place[-1]] = value
+            (tmp_path / MANIFEST_FILE).write_text(json.dumps(data))
+            with pytest.raises(CheckpointError, match="convert the model again"):
+                read_manifest(tmp_path)
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Of all values in others, but for those that are null."""
+    if above and above[-1] in ALIKE:
+        value = dict(list(value.items())[:1])
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [above] * bool(above and value is not None) + [
+        place for key, part in parts for place in places(part, (*above, key))
+    ]
