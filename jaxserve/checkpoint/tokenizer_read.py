@@ -8,6 +8,7 @@ from typing import Any
 
 import tokenizers
 
+from jaxserve.checkpoint.added_tokens import ADDED_TOKENS_FILE, with_listed_tokens
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.hf_config import token_ids_from
 from jaxserve.checkpoint.tiktoken_read import is_tiktoken, read_tiktoken
@@ -30,13 +31,16 @@ def read_hf_tokenizer(folder: Path) -> TokenizerFiles | None:
         CheckpointError: if a file is damaged, or a link that leaves the folder.
     """
     config = _json_if_there(folder, "tokenizer_config.json")
+    token_map = _json_if_there(folder, "special_tokens_map.json")
     if has_entry(folder, "tokenizer.json"):
         tokenizer_json = read_text(checked_file(folder, "tokenizer.json"))
     elif has_entry(folder, "tokenizer.model"):
+        if "added_tokens_decoder" not in config and has_entry(folder, ADDED_TOKENS_FILE):
+            path = checked_file(folder, ADDED_TOKENS_FILE)
+            config = with_listed_tokens(config, token_map, read_json(path), path)
         tokenizer_json = read_model_file(checked_file(folder, "tokenizer.model"), config)
     else:
         return None
-    token_map = _json_if_there(folder, "special_tokens_map.json")
     bos_token, eos_token = (_token_text(folder, config, token_map, key) for key in ("bos_token", "eos_token"))
     try:
         backend = tokenizers.Tokenizer.from_str(tokenizer_json)

