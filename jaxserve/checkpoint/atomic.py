@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import error_line
+from jaxserve.checkpoint.trusted_files import require_utf8
 
 _SUFFIX = ".partial"
 
@@ -43,7 +44,12 @@ def made_aside(destination: Path) -> Iterator[Path]:
 
 
 def require_free_name(destination: Path, source: Path) -> None:
-    """Raises CheckpointError if a folder is there already, or would lie in the one that it is made from."""
+    """Raises CheckpointError if a folder is there already, or would lie in the one that it is made from.
+
+    Also if one of the two has a name that weights cannot be read from or written to.
+    """
+    require_utf8(source)
+    require_utf8(destination)
     if destination.exists() or destination.is_symlink():
         raise CheckpointError(f"{destination} exists: remove it or choose another folder")
     if source.resolve() in destination.resolve().parents:

@@ -11,6 +11,7 @@ import ml_dtypes
 from jaxserve.checkpoint.manifest import ArrayInfo, check_files, is_converted, read_manifest
 from jaxserve.checkpoint.open_model import open_model
 from jaxserve.checkpoint.pieces import by_piece, check_arrays
+from jaxserve.checkpoint.trusted_files import require_utf8
 from jaxserve.config import ModelConfig
 from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.params import param_specs
@@ -60,6 +61,7 @@ def inspect_checkpoint(path: Path) -> Inspection:
     Raises:
         CheckpointError: if there is none, or it is damaged or not supported.
     """
+    require_utf8(path)
     if is_converted(path):
         manifest = read_manifest(path)
         check_files(path, manifest)

@@ -23,6 +23,7 @@ from jaxserve.checkpoint.manifest import (
 from jaxserve.checkpoint.open_model import DTYPES
 from jaxserve.checkpoint.orbax_weights import restore_weights
 from jaxserve.checkpoint.pieces import check_arrays
+from jaxserve.checkpoint.trusted_files import require_utf8
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, param_specs
 from jaxserve.models.shard_layout import ShardLayout
@@ -95,6 +96,7 @@ def converted_folder(path: Path, progress: Progress) -> Path:
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
+    require_utf8(path)
     if is_converted(path):
         return path
     name = path.stem if path.is_file() else path.resolve().name

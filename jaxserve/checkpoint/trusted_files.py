@@ -35,6 +35,18 @@ def checked_file(folder: Path, name: str) -> Path:
     return path
 
 
+def require_utf8(path: Path) -> None:
+    """Raises CheckpointError if a path, or what it leads to, has bytes that are no text.
+
+    Linux allows any; the libraries that read and write weights do not, and tell of it late and in words of their own.
+    """
+    for each in (path.absolute(), path.resolve()):
+        try:
+            str(each).encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointError(f"the name {str(each)!r} is not UTF-8: rename it, or choose another one") from error
+
+
 def has_entry(folder: Path, name: str) -> bool:
     """Whether a folder has something of that name: also a link to what is not there (as where fetching stopped half-way).
 
