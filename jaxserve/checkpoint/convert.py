@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxserve.checkpoint.atomic import require_free_name, require_space
+from jaxserve.checkpoint.file_states import FileStates
 from jaxserve.checkpoint.manifest import (
     FORMAT_VERSION,
     ORIGINAL_FOLDER,
@@ -90,11 +91,12 @@ def convert(
         The destination.
 
     Raises:
-        CheckpointError: if the source is not usable, the destination exists, or the disk is full.
+        CheckpointError: if the source is not usable or changes meanwhile, the destination exists, or the disk is full.
     """
     source, destination = Path(source), Path(destination)
     require_free_name(destination, source)
-    with open_model(source, dtype) as model:
+    states = FileStates(source)
+    with open_model(source, dtype) as model, states.explain(model.files):
         if model.ignored:
             logger.warning("%s: ignored, as nothing of a model that is read: %s", source, ", ".join(model.ignored))
         if model.tokenizer is None:
@@ -111,7 +113,7 @@ def convert(
         quantization = "none" if step is None else step.name
         origin = {"format": FORMAT_VERSION, "files": hashes, "dtype": dtype, "quantization": quantization}
         with unfinished_folder(destination, origin, resume=resume) as folder:
-            arrays = _write_weights(model, config, folder, step, progress)
+            arrays = _write_weights(model, config, folder, step, lambda: states.check(model.files), progress)
             _write_rest(model, folder.path)
             manifest = Manifest(
                 name=name or model.name,
@@ -128,13 +130,23 @@ def convert(
                 files=folder.written_files(),
             )
             write_manifest(manifest, folder.path)
+            states.check(model.files)  # what was hashed is what was read
     return destination
 
 
 def _write_weights(
-    model: OpenModel, config: ModelConfig, folder: UnfinishedFolder, step: WeightStep | None, progress: Progress
+    model: OpenModel,
+    config: ModelConfig,
+    folder: UnfinishedFolder,
+    step: WeightStep | None,
+    check: Callable[[], None],
+    progress: Progress,
 ) -> dict[str, ArrayInfo]:
-    """Writes the pieces that are not there yet. Returns every array by piece and name."""
+    """Writes the pieces that are not there yet. Returns every array by piece and name.
+
+    Args:
+        check: raises if the source has changed: no piece that was read of other bytes counts as finished.
+    """
     specs, pieces = by_piece(param_specs(config)), piece_names(config)
     left = [piece for piece in pieces if piece not in folder.finished]
     if len(left) < len(pieces):
@@ -146,6 +158,7 @@ def _write_weights(
             # Asked once more: others may have filled the disk, and running into its end is not told on one line.
             _require_space(model, config, [piece], folder.path)
             save_piece(arrays, specs[piece], config.num_heads, folder.weights / piece)
+            check()
             folder.add_finished(piece, {name: ArrayInfo.of(array) for name, array in arrays.items()})
             del arrays  # before the next ones are read
     return {f"{piece}/{name}": info for piece in pieces for name, info in folder.finished[piece].items()}
