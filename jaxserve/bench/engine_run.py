@@ -28,7 +28,8 @@ from jaxserve.bench.run import BenchOptions, run_loads
 from jaxserve.bench.workload import Prompts, Workload
 from jaxserve.config import EngineConfig
 from jaxserve.engine import replicas
-from jaxserve.engine.build import build_dummy_engine, resolve_cache_dtype, select_devices
+from jaxserve.engine.build import build_dummy_engine
+from jaxserve.engine.build_devices import resolve_cache_dtype, select_devices
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.process_messages import HostedEngine
 from jaxserve.engine.remote_engine import RemoteEngine

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig, QuantizationConfig
 from jaxserve.engine.buckets import Buckets, make_buckets
+from jaxserve.engine.build_devices import make_engine_mesh, platform_of, resolve_cache_dtype, resolve_dtype
 from jaxserve.engine.build_drafting import (
     Model,
     check_depth,
@@ -52,55 +53,11 @@ from jaxserve.models.quantize_params import quantization_for, quantize_params
 from jaxserve.models.rope import with_longest_sequence
 from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import Progress
-from jaxserve.sharding.mesh import TENSOR_AXIS, devices_of_hosts, make_mesh
+from jaxserve.sharding.mesh import TENSOR_AXIS
 from jaxserve.sharding.placement import put
 from jaxserve.speculative_config import HEAD_METHODS, SpeculativeConfig
 
 logger = logging.getLogger(__name__)
-
-
-def select_devices(config: EngineConfig) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
-    """The devices that the configuration asks for.
-
-    Raises:
-        RuntimeError: `device="gpu"` without a GPU that jax can use.
-    """
-    if config.device == "cpu":
-        return jax.devices("cpu")
-    if config.device == "gpu":
-        try:
-            return jax.devices("gpu")
-        except RuntimeError as error:
-            raise RuntimeError(
-                "device 'gpu' was asked for, but jax sees none: install the extra 'cuda13' and check the driver "
-                "(nvidia-smi) and CUDA_VISIBLE_DEVICES, or use --device cpu"
-            ) from error
-    return jax.devices()
-
-
-def make_engine_mesh(config: EngineConfig, replica: int = 0) -> Mesh:
-    """The devices of one replica."""
-    if config.nnodes > 1:
-        devices = devices_of_hosts(select_devices(config), config.nnodes, config.tensor_parallel_size)
-        return make_mesh(devices, config.tensor_parallel_size)
-    return make_mesh(
-        select_devices(config),
-        config.tensor_parallel_size,
-        data_parallel_size=config.data_parallel_size,
-        replica=replica,
-    )
-
-
-def resolve_dtype(config: EngineConfig, mesh: Mesh) -> jnp.dtype:
-    """Element type of weights and KV cache: what is asked for, or what suits the device."""
-    if config.dtype != "auto":
-        return jnp.dtype(config.dtype)
-    return jnp.dtype(jnp.float32 if _platform(mesh) == "cpu" else jnp.bfloat16)
-
-
-def resolve_cache_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
-    """Element type of the KV cache, beside weights of `dtype`."""
-    return dtype if config.kv_cache_dtype == "auto" else jnp.dtype(jnp.float8_e4m3fn)
 
 
 def wanted_quantization(model_config: ModelConfig, config: EngineConfig) -> QuantizationConfig | None:
@@ -240,7 +197,7 @@ def build_runner(
                 sizes=sizes,
                 buckets=buckets,
                 cache_dtype=cache_dtype,
-                layerwise=_platform(mesh) == "cpu",
+                layerwise=platform_of(mesh) == "cpu",
                 program_folder=program_folder() if cluster is None else None,  # one of several hosts cannot be kept
                 offload=offload,
                 drafting=drafting,
@@ -262,7 +219,7 @@ def _make_buckets(limits: SchedulerLimits, config: EngineConfig, model_config: M
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
         limits.max_prefill_rows,
-        few_programs=_platform(mesh) == "cpu",
+        few_programs=platform_of(mesh) == "cpu",
         # Over two H200s a single row of Llama-3-8B took 3.45 ms and four 2.98; products of float8 are of 16 rows at least.
         has_single_row=mesh.size == 1 and not is_float8,
         num_speculative_tokens=0 if drafting is None else drafting.num_speculative_tokens,
@@ -272,7 +229,7 @@ def _make_buckets(limits: SchedulerLimits, config: EngineConfig, model_config: M
 def peer_memory(model_config: ModelConfig, mesh: Mesh, dtype: jnp.dtype, max_num_seqs: int) -> PeerMemory | None:
     """Memory that devices exchange the sums of small steps through; None where they cannot, or have nothing to sum."""
     devices = list(mesh.devices.flat)
-    if len(devices) == 1 or _platform(mesh) != "gpu":
+    if len(devices) == 1 or platform_of(mesh) != "gpu":
         return None
     reason: str | None = None
     if len(devices).bit_count() > 1:
@@ -342,7 +299,7 @@ def build_engine(
 
 def _balanced_tokens(mesh: Mesh) -> int | None:
     """As `PrefillSizes` takes it."""
-    return None if _platform(mesh) == "cpu" else balanced_tokens(mesh.devices.flat[0].device_kind)
+    return None if platform_of(mesh) == "cpu" else balanced_tokens(mesh.devices.flat[0].device_kind)
 
 
 def _draft_lengths(config: SpeculativeConfig, buckets: Buckets) -> DraftLengths:
@@ -414,7 +371,3 @@ def program_folder() -> Path | None:
     if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return None
     return Path(os.environ.get("JAXSERVE_HOME") or "~/.cache/jaxserve").expanduser() / "compiled"
-
-
-def _platform(mesh: Mesh) -> str:
-    return mesh.devices.flat[0].platform

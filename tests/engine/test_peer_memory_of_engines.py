@@ -19,7 +19,7 @@ BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_platform", lambda mesh: "gpu")
+    monkeypatch.setattr(build, "platform_of", lambda mesh: "gpu")
 
 
 @pytest.mark.usefixtures("on_gpus")
