@@ -45,6 +45,20 @@ class PrefillChunk:
     samples: bool
     output_index: int
 
+    @staticmethod
+    def next_of(sequence: Sequence, length: int) -> PrefillChunk:
+        """The next so many known tokens of a running sequence, for which it has pages."""
+        start, end = sequence.num_computed, sequence.num_computed + length
+        return PrefillChunk(
+            sequence=sequence,
+            slot=sequence.slot,
+            start=start,
+            token_ids=tuple(sequence.token_ids[start:end]),
+            pages=tuple(sequence.pages),
+            samples=end == len(sequence.token_ids),
+            output_index=sequence.num_output_tokens,
+        )
+
 
 @dataclass(frozen=True)
 class ScheduledBatch:

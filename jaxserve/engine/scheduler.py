@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 
-from jaxserve.engine.admission import has_room_for
+from jaxserve.engine.admission import Admission
 from jaxserve.engine.draft_lengths import DraftLengths
 from jaxserve.engine.draft_planner import DraftPlan, DraftPlanner
 from jaxserve.engine.draft_showing import ShowingSeconds
@@ -72,11 +72,10 @@ class Scheduler:
         self._by_request: dict[str, list[Sequence]] = {}
         self._pending_outputs: list[RequestOutput] = []
         self._pace = pace
+        self._admission = Admission(limits, self.pages)
         self._budget = PrefillBudget(limits, pace, prefill_sizes)
         self._drafting = None if drafting is None else DraftPlanner(drafting, limits, self.pages, showing_seconds)
         self._clock = clock
-        self._refused: tuple[Sequence, int] | None = None  # the first in line, and free pages too few for it
-        self._batch_places = 0  # who may still join the batch that runs, under static batching
 
     @property
     def has_work(self) -> bool:
@@ -301,31 +300,19 @@ class Scheduler:
 
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
         """Appends the next chunk of a running sequence, and returns its tokens (0: pages are lacking)."""
-        start = sequence.num_computed
-        length = min(budget, len(sequence.token_ids) - start)
-        missing = self.limits.pages_for(start + length) - len(sequence.pages)
+        length = min(budget, len(sequence.token_ids) - sequence.num_computed)
+        missing = self.limits.pages_for(sequence.num_computed + length) - len(sequence.pages)
         if missing > 0:
             pages = self.pages.allocate(missing)
             if pages is None:
                 # Those who decode have grown into what was promised; admission made sure that it is enough once they end.
                 return 0
             sequence.pages += pages
-        end = start + length
-        samples = end == len(sequence.token_ids)
-        chunks.append(
-            PrefillChunk(
-                sequence=sequence,
-                slot=sequence.slot,
-                start=start,
-                token_ids=tuple(sequence.token_ids[start:end]),
-                pages=tuple(sequence.pages),
-                samples=samples,
-                output_index=sequence.num_output_tokens,
-            )
-        )
-        sequence.num_computed = end
-        sequence.num_in_flight += samples
-        sequence.is_decoding = samples
+        chunk = PrefillChunk.next_of(sequence, length)
+        chunks.append(chunk)
+        sequence.num_computed += length
+        sequence.num_in_flight += chunk.samples
+        sequence.is_decoding = chunk.samples
         self.pages.keep_full_pages(sequence)
         return length
 
@@ -346,26 +333,10 @@ class Scheduler:
         sequence = self.waiting.first
         if sequence.num_in_flight or not self._free_slots:
             return None
-        if self.limits.static_batching:
-            if not self.running:
-                self._batch_places = min(len(self.waiting), self.limits.max_num_seqs)  # the next batch
-            if not self._batch_places:
-                return None
-        if self.running and self._refused is not None:
-            # While those who run only grow there is no need to look again, at every step, for pages it could share.
-            refused, num_free = self._refused
-            if refused is sequence and self.pages.num_free <= num_free:
-                return None
-        matched = self.pages.match(sequence)
-        if not has_room_for(sequence, matched, self.running, self.pages, self.limits):
-            self._refused = sequence, self.pages.num_free
+        matched = self._admission.admit(sequence, self.running, len(self.waiting))
+        if matched is None:
             return None
-        self._refused = None
         self.waiting.remove(sequence)
-        self._admit(sequence, matched)
-        return sequence
-
-    def _admit(self, sequence: Sequence, matched: list[PageNode]) -> None:
         sequence.slot = self._free_slots.pop()
         sequence.status = SequenceStatus.RUNNING
         self._take_cached(sequence, matched)
@@ -374,7 +345,7 @@ class Scheduler:
                 self.num_prompt_tokens += sequence.num_prompt_tokens
             sequence.scheduled_time = self._clock()
         insort(self.running, sequence, key=turn_of)
-        self._batch_places -= 1
+        return sequence
 
     def _allocate_or_preempt(self, sequence: Sequence) -> list[int] | None:
         """A page for a sequence, if need be of those whose turn comes after its own, last first.
