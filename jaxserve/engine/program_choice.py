@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from jaxserve.engine.device_batch import Bucket
+from jaxserve.engine.step_pace import LEAST_SHARE
 
 logger = logging.getLogger(__name__)
 
 _ROUNDS, _TIMED = 3, 2  # in which a program's time is measured, and its runs in each
-_LEAST = 0.02  # of a step that prompt tokens are taken to add: less is only what measurements vary by
 _GAIN = 0.96  # of its own time that a larger program must stay under to take a smaller one's steps
 
 
@@ -48,10 +48,10 @@ def added_by_prompts(seconds: Mapping[Bucket, float]) -> dict[int, dict[int, flo
     alone = {bucket.decode_rows: took for bucket, took in seconds.items() if not bucket.prefill_tokens}
     added: dict[int, dict[int, float]] = {}
     for bucket in seconds:
-        decode = [alone[rows] for rows in alone if rows >= bucket.decode_rows]
-        if bucket.prefill_tokens and bucket.decode_rows and decode:
-            best = min(took for other, took in seconds.items() if _may_serve(other, bucket))
-            added.setdefault(bucket.decode_rows, {})[bucket.prefill_tokens] = max(best - min(decode), _LEAST * best)
+        enough = [took for rows, took in alone.items() if rows >= bucket.decode_rows]
+        if bucket.prefill_tokens and bucket.decode_rows and enough:
+            best, decode = min(took for other, took in seconds.items() if _may_serve(other, bucket)), min(enough)
+            added.setdefault(bucket.decode_rows, {})[bucket.prefill_tokens] = max(best - decode, LEAST_SHARE * decode)
     return added
 
 

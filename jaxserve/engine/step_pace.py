@@ -13,7 +13,7 @@ from jaxserve.engine.schedule import ScheduledBatch
 
 _MARGIN = 0.87  # of the time that the goal leaves: steps vary
 _OUTLIER = 3.0  # a step that takes this many times as long as usual counts as this long
-_LEAST_SHARE = 0.02  # of a step without a prompt that one adds: less was only seen because steps vary
+LEAST_SHARE = 0.02  # of a step without a prompt that one adds: less was only seen because steps vary
 _LEARNING = 0.3  # of what a step took longer or less long than expected
 _FEW = 4  # steps of a kind before which one that took long may well be an exception
 _ENOUGH, _LATEST = 3, 15  # steps that only decode, by which they are known, and that count
@@ -83,7 +83,7 @@ class StepPace:
             tokens += len(chunk.token_ids)
             pairs += len(chunk.token_ids) * (chunk.start + len(chunk.token_ids) // 2)
         self._num_prefills += 1
-        least = _LEAST_SHARE * decode
+        least = LEAST_SHARE * decode
         self._learn(len(batch.decode), self._size(tokens), pairs / _PAIRS_UNIT, max(least, seconds - decode), least)
 
     def decode_seconds(self, rows: int) -> float | None:
