@@ -40,6 +40,7 @@ from jaxserve.kernels.decode_matmul_finish import (
     out_columns,
     rank_rows,
 )
+from jaxserve.kernels.int4 import unpack_int4
 from jaxserve.kernels.quantized_matmul_multiply import multiply, role, tile_outputs
 from jaxserve.kernels.quantized_matmul_plan import (
     MULTIPROCESSORS,
@@ -307,7 +308,10 @@ def quantized_matmul_mosaic_gpu(
     if rows > ROW_ALIGNMENT and padding:
         x = jnp.pad(x, ((0, padding), (0, 0)))
     if form == "int4":
-        values = lax.bitcast_convert_type(values, jnp.int4).reshape(*values.shape[:-1], k)
+        if interpret is None:
+            values = lax.bitcast_convert_type(values, jnp.int4).reshape(*values.shape[:-1], k)
+        else:  # the interpreter's widening takes them in order
+            values = unpack_int4(values, group_length).astype(jnp.int4)
     arrays: dict[str, Any] = {"x": x, "w": values, "scales": scales}
     if factors is not None:
         arrays["factors"] = jnp.pad(factors[:, 0], (0, padding))

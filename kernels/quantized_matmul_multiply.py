@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from jaxserve.kernels.decode_matmul_finish import TILE
 from jaxserve.kernels.quantized_matmul_plan import X_DTYPES, Problem
-from jaxserve.kernels.quantized_matmul_widen import widen_int4, widen_int8
+from jaxserve.kernels.quantized_matmul_widen import Int4Factors, int4_factors, widen_int4, widen_int8
 
 
 def role(problem: Problem, warpgroup) -> tuple[Any, Any, Any]:
@@ -44,12 +44,13 @@ def _narrow(problem: Problem, unit, tile, smem, slot) -> Any:
     return plgpu.load(narrow, layout=layout)  # pyright: ignore[reportCallIssue]
 
 
-def _group_scales(problem: Problem, unit, tile, group: int, smem, slot) -> Array:
-    """int4: the scales of a group's outputs, bfloat16 [TILE]."""
+def _group_factors(problem: Problem, unit, tile, group: int, smem, slot) -> Int4Factors:
+    """int4: what a group's scales are to `widen_int4`."""
     part, outputs = tile_outputs(problem, unit, tile)
-    return plgpu.load(  # pyright: ignore[reportCallIssue]
+    scales = plgpu.load(  # pyright: ignore[reportCallIssue]
         smem["scales"].at[slot, group, part, outputs], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
     )
+    return int4_factors(scales)
 
 
 def _issue(
@@ -68,14 +69,17 @@ def _issue(
             plgpu.wgmma(accumulator, left, smem["x"].at[slot].transpose((1, 0)))
         return
     slabs_per_group = problem.block_k // problem.groups_per_step // problem.slab
+    factors: list[Int4Factors] = []  # of each tile
     for slab in range(problem.block_k // problem.slab):
         inputs = slice(slab * problem.slab, (slab + 1) * problem.slab)
         x = smem["x"].at[slot, :, pl.ds(slab * problem.slab, problem.slab)].transpose((1, 0))
-        for tile, weights, accumulator in zip(tiles, narrow, accumulators, strict=True):
+        if problem.form == "int4" and slab % slabs_per_group == 0:
+            group = slab // slabs_per_group
+            factors = [_group_factors(problem, unit, tile, group, smem, slot) for tile in tiles]
+        for index, (weights, accumulator) in enumerate(zip(narrow, accumulators, strict=True)):
             left = weights[:, inputs]
             if problem.form == "int4":
-                scales = _group_scales(problem, unit, tile, slab // slabs_per_group, smem, slot)
-                left = widen_int4(left, scales, on_device=problem.on_device)
+                left = widen_int4(left, factors[index], on_device=problem.on_device)
             elif problem.form == "int8":
                 left = widen_int8(left, on_device=problem.on_device)
             else:

@@ -52,7 +52,7 @@ _JOIN_BLOCK_CYCLES = 500
 _COUNTED_JOIN_CYCLES = 4000  # where blocks meet by a counter in memory instead
 _ADD_TURNS_CYCLES = 500
 # Of a thread for each weight: what it takes to widen it, mostly.
-_INSTRUCTIONS: dict[Form, float] = {"float8": 1.2, "float8-wide": 2.4, "int8": 3.1, "int4": 2.9}
+_INSTRUCTIONS: dict[Form, float] = {"float8": 1.2, "float8-wide": 2.4, "int8": 3.1, "int4": 2.1}
 
 X_DTYPES: dict[Form, Any] = {
     "float8": jnp.float8_e4m3fn,

@@ -5,8 +5,10 @@ exponent that has the same steps. So a number that is moved to where it is never
 nothing but to be spread over 16 bits and one fused multiply-add, which moves it back and rounds once; for 4 bits that
 multiplies with the group's scale as well.
 
-Weights reach threads in vectors of 32 bits and must change places between them before they are spread, which the tensor
-cores' layout wants: it has two neighbours of a row in a thread. They do so while they are narrow.
+Weights reach threads in vectors of 32 bits, and the tensor cores' layout has two neighbours of a row in a thread. 8-bit ones
+change places between threads, while they are narrow; 4-bit ones are stored so that each thread's vector has what it
+needs (see `int4.py`), and mostly where it needs it: those in the upper half of a byte count 16 times as much, which their
+factor takes back.
 
 What this gives is smaller than the weights by powers of two, which the products are multiplied with at the end.
 """
@@ -14,7 +16,7 @@ What this gives is smaller than the weights by powers of two, which the products
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -39,22 +41,44 @@ def widen_int8(narrow: Array, *, on_device: bool) -> Array:
     return _on_device(narrow.shape, _widen_int8, plgpu.Layout.WGMMA_UPCAST_2X)(narrow)
 
 
-def widen_int4(narrow: Array, scales: Array, *, on_device: bool) -> Array:
-    """int4 [outputs, inputs], in the layout WGMMA_UPCAST_4X, times bfloat16 scales [outputs].
+class Int4Factors(NamedTuple):
+    """What the scales of a group's outputs make of numbers of 0 .. 15 that were spread; bfloat16 [outputs].
+
+    Attributes:
+        low: factors of those that were a byte's lower half.
+        high: of those that were its upper half.
+        offset: what is added then.
+    """
+
+    low: Array
+    high: Array
+    offset: Array
+
+
+def int4_factors(scales: Array) -> Int4Factors:
+    """Of bfloat16 scales [outputs]; exact, being powers of two times these."""
+    wide = scales.astype(jnp.float32)
+    low, high, offset = (
+        (wide * jnp.float32(by)).astype(jnp.bfloat16)
+        for by in (2.0 ** (_SPREAD - INT4_EXPONENT), 2.0 ** (_SPREAD - INT4_EXPONENT - 4), -8 * 2.0**-INT4_EXPONENT)
+    )
+    return Int4Factors(low, high, offset)
+
+
+def widen_int4(narrow: Array, factors: Int4Factors, *, on_device: bool) -> Array:
+    """int4 [outputs, inputs], in the layout WGMMA_UPCAST_4X and the order of `int4.py`, times scales.
+
+    Where it is not on a device the numbers are in their plain order.
 
     Returns:
         bfloat16 of 2**-INT4_EXPONENT times the products, each rounded once, in WGMMA.
     """
-    wide = scales.astype(jnp.float32)
     if not on_device:
-        product = narrow.astype(jnp.float32) * lax.broadcast_in_dim(wide, narrow.shape, [0])
-        return (product * 2.0**-INT4_EXPONENT).astype(jnp.bfloat16)
-    factors, offsets = (
-        lax.broadcast_in_dim((wide * jnp.float32(by)).astype(jnp.bfloat16), narrow.shape, [0])
-        for by in (2.0 ** (_SPREAD - INT4_EXPONENT), -8 * 2.0**-INT4_EXPONENT)
-    )
-    layouts = (plgpu.Layout.WGMMA_UPCAST_4X, plgpu.Layout.WGMMA, plgpu.Layout.WGMMA)
-    return _on_device(narrow.shape, _widen_int4, *layouts)(narrow, factors, offsets)
+        scales = lax.broadcast_in_dim(factors.offset.astype(jnp.float32) / -8, narrow.shape, [0])
+        return (narrow.astype(jnp.float32) * scales).astype(jnp.bfloat16)
+    wide = [lax.broadcast_in_dim(numbers, narrow.shape, [0]) for numbers in factors]
+    layouts = (plgpu.Layout.WGMMA_UPCAST_4X, *[plgpu.Layout.WGMMA] * len(wide))
+    return _on_device(narrow.shape, _widen_int4, *layouts)(narrow, *wide)
 
 
 def _on_device(shape: tuple[int, ...], widen: Callable[..., Any], *layouts: Any) -> Callable[..., Array]:
@@ -85,27 +109,20 @@ def _widen_int8(_: Any, narrow: Any) -> Any:
     return _in_wgmma_layout(registers)
 
 
-def _widen_int4(_: Any, narrow: Any, factors: Any, offsets: Any) -> Any:
-    """A vector's eight numbers and those of the three threads beside it become each one's eight of four tiles."""
+def _widen_int4(_: Any, narrow: Any, low: Any, high: Any, offset: Any) -> Any:
+    """A vector's eight numbers become a thread's eight of four tiles: those of tile i begin at bits 4 i and 16 + 4 i."""
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(narrow.shape), object)
-    halves = arith.select(_bit_is_clear(2), utils.c(0x5410, _i32()), utils.c(0x3276, _i32()))
-    # Byte i is then the pair of tile i.
-    order = arith.select(_bit_is_clear(1), utils.c(0x6240, _i32()), utils.c(0x3715, _i32()))
     for index, register in np.ndenumerate(narrow.registers):
         word = utils.bitcast(register, _i32())
-        word = utils.prmt(word, utils.shfl_bfly(word, 2), halves)
-        word = utils.prmt(word, utils.shfl_bfly(word, 1), order)
-        low = _ptx("lop3.b32 $0, $1, 0x0f0f0f0f, 0x08080808, 0x6a;", word)
-        high = _ptx("{ .reg .b32 s; shr.u32 s, $1, 4; lop3.b32 $0, s, 0x0f0f0f0f, 0x08080808, 0x6a; }", word)
+        upper = _ptx("shr.u32 $0, $1, 8;", word)
         for tile in range(4):
             place = (index[0], 4 * index[1] + tile, *index[2:])
-            # Byte `tile` of the one and of the other, and above each the copies of its sign bit, which is zero.
-            select = 0xC480 + 0x1111 * tile
+            bits = 4 * (tile % 2)
             pair = _ptx(
-                f"{{ .reg .b32 s; prmt.b32 s, $1, $2, {select}; fma.rn.bf16x2 $0, s, $3, $4; }}",
-                low,
-                high,
-                *(utils.bitcast(numbers.registers[place], _i32()) for numbers in (factors, offsets)),
+                f"{{ .reg .b32 s; lop3.b32 s, $1, {0x000F000F << bits}, {0x00080008 << bits}, 0x6a;"
+                " fma.rn.bf16x2 $0, s, $2, $3; }",
+                word if tile < 2 else upper,
+                *(utils.bitcast(factor.registers[place], _i32()) for factor in (high if tile % 2 else low, offset)),
             )
             registers[place] = _as_pair(pair)
     return _in_wgmma_layout(registers)

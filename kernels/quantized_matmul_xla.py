@@ -97,7 +97,7 @@ def _product(x: Array, rows: tuple[Array, Array] | None, values: Array, scales: 
 def dequantize_int4(values: Array, scales: Array, dtype: jnp.dtype) -> Float[Array, "n k"]:
     """The dense weights, rounded to `dtype`."""
     n, groups = values.shape[0], scales.shape[0]
-    numbers = unpack_int4(values).reshape(n, groups, -1).astype(jnp.float32)
+    numbers = unpack_int4(values, 2 * values.shape[1] // groups).reshape(n, groups, -1).astype(jnp.float32)
     return (numbers * scales.T[:, :, None].astype(jnp.float32)).astype(dtype).reshape(n, -1)
 
 

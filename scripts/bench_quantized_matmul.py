@@ -137,18 +137,19 @@ def int4_by_groups(x: jax.Array, w: Weights) -> jax.Array:
     """One product for each group, scaled and summed after."""
     groups = w["scales"].shape[0]
     n = w["values"].shape[0]
-    numbers = unpack_int4(w["values"]).astype(x.dtype).reshape(n, groups, -1)
+    numbers = unpack_int4(w["values"], x.shape[1] // groups).astype(x.dtype).reshape(n, groups, -1)
     grouped = x.reshape(x.shape[0], groups, -1)
     products = jnp.einsum("rgk,ngk->grn", grouped, numbers, preferred_element_type=jnp.float32)
     return jnp.sum(products * w["scales"][:, None].astype(jnp.float32), axis=0).astype(x.dtype)
 
 
 def int4_as_xla_has_it(x: jax.Array, w: Weights) -> jax.Array:
-    """The bytes taken for XLA's own 4-bit type."""
+    """The bytes taken for XLA's own 4-bit type, and x put into the order in which these have the numbers."""
+    interleaved = x.reshape(x.shape[0], -1, 4, 4, 2).transpose(0, 1, 3, 4, 2).reshape(x.shape)
     groups, n = w["scales"].shape
     numbers = lax.bitcast_convert_type(w["values"], jnp.int4).reshape(n, groups, -1).astype(x.dtype)
     dense = (numbers * w["scales"].T[:, :, None].astype(x.dtype)).reshape(n, -1)
-    return dot(x, dense, 1).astype(x.dtype)
+    return dot(interleaved, dense, 1).astype(x.dtype)
 
 
 FORMS: dict[str, tuple[Multiply, str, bool]] = {  # product, kind of weight, whether its outputs are in front

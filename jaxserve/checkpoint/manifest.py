@@ -20,7 +20,8 @@ from jaxserve.config import ModelConfig
 from jaxserve.json_fields import from_json
 
 MANIFEST_FILE = "jaxserve.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_OLDER_VERSION = 2  # the same, but for 4-bit numbers, which lie in another order
 WEIGHTS_FOLDER = "weights"
 TOKENIZER_FOLDER = "tokenizer"
 ORIGINAL_FOLDER = "original"  # the source's own config and tokenizer files, for export
@@ -90,12 +91,13 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError if the folder has no manifest, or one that this version cannot read."""
+    """Raises CheckpointError if the folder has no manifest, or one of a checkpoint that this version cannot read."""
     path = folder / MANIFEST_FILE
     data: dict[str, Any] = read_json(path)
-    if data.get("format_version") != FORMAT_VERSION:
+    version = data.get("format_version")
+    if version not in (_OLDER_VERSION, FORMAT_VERSION):
         raise CheckpointError(
-            f"{path}: format_version={data.get('format_version')!r}, this version of jaxserve reads {FORMAT_VERSION}: "
+            f"{path}: format_version={version!r}, this version of jaxserve reads {_OLDER_VERSION} and {FORMAT_VERSION}: "
             "convert the model again"
         )
     try:
@@ -105,6 +107,12 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"num_layers={manifest.model_config.num_layers} of {len(manifest.arrays)} arrays")
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error}): convert the model again") from error
+    quantization = manifest.model_config.quantization
+    if version == _OLDER_VERSION and quantization is not None and quantization.format == "int4":
+        raise CheckpointError(
+            f"{path}: format_version={version} with int4 weights, whose 4-bit numbers lie in an older order: convert the "
+            "model again"
+        )
     return manifest
 
 

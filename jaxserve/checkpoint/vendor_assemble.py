@@ -19,7 +19,9 @@ from jaxserve.checkpoint.vendor_config import VendorForm
 from jaxserve.checkpoint.vendor_source import VendorSource
 from jaxserve.checkpoint.vendor_tensors import LayerTensors, check_layer, check_left, layer_tensors
 from jaxserve.config import ModelConfig, QuantizationConfig
+from jaxserve.kernels.int4 import pack_int4
 from jaxserve.models.params import QUANTIZABLE
+from jaxserve.models.quantization import int4_groups
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +95,9 @@ class VendorAssembler:
                 yield name, array
                 continue
             yield f"{name}/values", self._values(name, array)
+            inputs = array.shape[: QUANTIZABLE[name]]
             del array  # before the next one is made
-            yield f"{name}/scales", self._weight_scales(name, layer.scales[name])
+            yield f"{name}/scales", self._weight_scales(name, layer.scales[name], inputs)
             if self.form.quantization.has_input_scales:
                 # What is fused was quantized apart, for one input: the largest scale cuts no module's.
                 parts = [self._positive(part) for part in layer.input_scales[name]]
@@ -108,10 +111,13 @@ class VendorAssembler:
         inputs, outputs = dense.shape[:num_inputs], dense.shape[num_inputs:]
         matrix = dense.astype(self.form.number_dtype, copy=False).reshape(math.prod(inputs), math.prod(outputs))
         values = transposed(matrix).reshape(*outputs, *inputs)
-        return values if self.form.number_bits == 8 else _in_pairs(values)
+        if self.form.number_bits == 8:
+            return values
+        groups = int4_groups(inputs, self.form.quantization.group_size)
+        return pack_int4(values, math.prod(inputs) // math.prod(groups))
 
-    def _weight_scales(self, name: str, tensors: tuple[str, ...]) -> np.ndarray:
-        """As `QuantizedWeight` has them: a module with one scale gives it to each of its outputs."""
+    def _weight_scales(self, name: str, tensors: tuple[str, ...], inputs: tuple[int, ...]) -> np.ndarray:
+        """As `QuantizedWeight` has them: a module with one scale gives it to each of its outputs, a group to its parts."""
         config, sizes = self.config, self._output_sizes(name)
         is_grouped = self.form.quantization.format == "int4"
         held = [self._finite(tensor) for tensor in tensors]
@@ -129,8 +135,9 @@ class VendorAssembler:
             fused = np.stack(parts) if name == "w_gate_up" else parts[0]
         if not is_grouped:
             return np.ascontiguousarray(fused[..., 0])
-        group_axes = (config.num_kv_heads, -1) if name == "wo" else (groups,)
-        return np.moveaxis(fused, -1, 0).reshape(*group_axes, *fused.shape[:-1]).astype(BFLOAT16)
+        group_axes = int4_groups(inputs, self.form.quantization.group_size)
+        grouped = np.repeat(np.moveaxis(fused, -1, 0), math.prod(group_axes) // groups, axis=0)
+        return grouped.reshape(*group_axes, *fused.shape[:-1]).astype(BFLOAT16)
 
     def _output_sizes(self, name: str) -> tuple[int, ...]:
         config = self.config
@@ -165,12 +172,6 @@ def _warn_of_rounded_scales(source: TensorSource, layers: tuple[LayerTensors, ..
     dtypes = sorted({source.dtype(name).name for name in tensors} - {BFLOAT16.name})
     if dtypes:
         logger.warning("%s: scales are %s, and rounded to bfloat16", where, " and ".join(dtypes))
-
-
-def _in_pairs(numbers: np.ndarray) -> np.ndarray:
-    """4-bit numbers, two in a byte along the last axis, as `jaxserve.kernels.int4.pack_int4`."""
-    unsigned = numbers.view(np.uint8)
-    return (unsigned[..., 0::2] & 15) | (unsigned[..., 1::2] << 4)
 
 
 def _quantization(form: VendorForm, layers: tuple[LayerTensors, ...]) -> QuantizationConfig | None:

@@ -1,7 +1,7 @@
 """Quantized weights: what they hold, how they are made from dense ones, and back.
 
 A quantized weight sits where a dense one did. Its values have the outputs' axes in front and the inputs' behind, so that
-what one output sums over lies together: 8-bit tensor cores take nothing else, and 4-bit numbers unpack in order. A shard
+what one output sums over lies together: 8-bit tensor cores take nothing else, and 4-bit numbers unpack run by run. A shard
 along a weight's sharded axis is a slice of the values, and of the scales where they have that axis.
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from jaxserve.kernels.int4 import pack_int4, unpack_int4
+from jaxserve.kernels.int4 import RUN_LENGTH, pack_int4, unpack_int4
 from jaxserve.models.param_spec import ParamSpec
 from jaxserve.quantization_config import QuantizationConfig, QuantizationFormat
 
@@ -38,7 +38,8 @@ class QuantizedWeight:
     """A weight as `values * scales`. Leaves are arrays, or `ParamSpec`s where only the declaration is wanted.
 
     Attributes:
-        values: [*outputs, *inputs]: float8_e4m3fn, int8, or uint8 with two 4-bit numbers each along the last axis.
+        values: [*outputs, *inputs]: float8_e4m3fn, int8, or uint8 with two 4-bit numbers each along the last axis, as
+            `jaxserve.kernels.int4` packs them.
         scales: float32 [*outputs]; int4: bfloat16 [*groups, *outputs], the groups being runs of inputs.
         input_scale: float32 [], by which activations are divided before they become float8; None: each token has its own.
         format: one of `QuantizationFormat`.
@@ -75,7 +76,7 @@ def quantized_spec(dense: ParamSpec, num_input_axes: int, config: QuantizationCo
     input_axes, output_axes = dense.logical_axes[:num_input_axes], dense.logical_axes[num_input_axes:]
     scales = ParamSpec(outputs, output_axes, None, "float32")
     if config.format == "int4":
-        groups = _groups(inputs, config.group_size)
+        groups = int4_groups(inputs, config.group_size)
         group_axes = (input_axes[0], *(("groups",) if len(groups) > 1 else ()))
         scales = ParamSpec((*groups, *outputs), (*group_axes, *output_axes), None, _INT4_SCALE_DTYPE)
         inputs = (*inputs[:-1], inputs[-1] // 2)
@@ -100,14 +101,25 @@ def group_length(num_inputs: int, group_size: int) -> int:
     raise ValueError(f"{num_inputs} inputs cannot be cut into int4 groups of at most {group_size}: it must be even")
 
 
-def _groups(inputs: tuple[int, ...], group_size: int) -> tuple[int, ...]:
-    """Numbers of groups. No group reaches over the first of several input axes, along which devices share the inputs."""
+def int4_groups(inputs: tuple[int, ...], group_size: int) -> tuple[int, ...]:
+    """Numbers of groups. No group reaches over the first of several input axes, along which devices share the inputs.
+
+    Devices that hold the same KV head share the second axis too, and may cut groups in parts there. That must leave the
+    runs of 32 whole that long groups are stored in: where the last axis has no whole number of them, groups divide it.
+    They also divide the groups that there would be otherwise, so that scales of these can be repeated.
+
+    Raises:
+        ValueError: two numbers cannot share each byte.
+    """
     if len(inputs) == 1:
         return (inputs[0] // group_length(inputs[0], group_size),)
     per_first = math.prod(inputs[1:])
     if inputs[-1] % 2:
         raise ValueError(f"{inputs=} must end in an even size for int4: two numbers share a byte")
-    return (inputs[0], per_first // group_length(per_first, group_size))
+    length = group_length(per_first, group_size)
+    if inputs[-1] % RUN_LENGTH:
+        length = math.gcd(length, inputs[-1])
+    return (inputs[0], per_first // length)
 
 
 def quantize(w: Float[Array, "..."], num_input_axes: int, config: QuantizationConfig) -> QuantizedWeight:
@@ -126,7 +138,8 @@ def quantize(w: Float[Array, "..."], num_input_axes: int, config: QuantizationCo
     wide = w.astype(jnp.float32)
     if config.format == "int4":
         numbers, scales = _round_int4(wide, inputs, outputs, config.group_size)
-        values = pack_int4(_outputs_first(numbers, num_input_axes))
+        length = math.prod(inputs) // math.prod(int4_groups(inputs, config.group_size))
+        values = pack_int4(_outputs_first(numbers, num_input_axes), length)
     else:
         largest = FLOAT8_MAX if config.format in ("fp8", "fp8-weight-only") else _INT8_MAX
         extremes = jnp.max(jnp.abs(wide), axis=tuple(range(num_input_axes)))
@@ -141,7 +154,7 @@ def quantize(w: Float[Array, "..."], num_input_axes: int, config: QuantizationCo
 
 def _round_int4(wide: Array, inputs: tuple[int, ...], outputs: tuple[int, ...], group_size: int) -> tuple[Array, Array]:
     """Numbers as int8 [*inputs, *outputs], and scales [*groups, *outputs]."""
-    groups = _groups(inputs, group_size)
+    groups = int4_groups(inputs, group_size)
     grouped = wide.reshape(*groups, -1, *outputs)  # [*groups, inputs of a group, *outputs]
     axis = len(groups)
     lowest, highest = jnp.min(grouped, axis, keepdims=True), jnp.max(grouped, axis, keepdims=True)
@@ -165,15 +178,15 @@ def _round_int4(wide: Array, inputs: tuple[int, ...], outputs: tuple[int, ...], 
 
 def dequantize(weight: QuantizedWeight) -> Float[Array, "..."]:
     """The dense weight [*inputs, *outputs] that a quantized one stands for, in float32."""
-    values = unpack_int4(weight.values) if weight.format == "int4" else weight.values
-    num_outputs = values.ndim - weight.num_input_axes
-    order = (*range(num_outputs, values.ndim), *range(num_outputs))
-    wide = values.astype(jnp.float32).transpose(order)  # [*inputs, *outputs]
-    outputs = wide.shape[weight.num_input_axes :]
+    num_outputs = weight.values.ndim - weight.num_input_axes
+    inputs, outputs = split_axes(weight.shape, num_outputs)
     scales = weight.scales.astype(jnp.float32)
+    order = (*range(num_outputs, weight.values.ndim), *range(num_outputs))  # [*inputs, *outputs]
     if weight.format != "int4":
+        wide = weight.values.astype(jnp.float32).transpose(order)
         return wide * scales.reshape((1,) * weight.num_input_axes + outputs)
-    groups = scales.shape[: scales.ndim - len(outputs)]
+    groups, _ = split_axes(scales.shape, num_outputs)
+    wide = unpack_int4(weight.values, math.prod(inputs) // math.prod(groups)).astype(jnp.float32).transpose(order)
     return (wide.reshape(*groups, -1, *outputs) * jnp.expand_dims(scales, len(groups))).reshape(wide.shape)
 
 

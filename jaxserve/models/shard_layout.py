@@ -141,7 +141,10 @@ class ShardLayout:
                 return spec.shape[axis] // self.copies
 
     def _splits_of_groups(self, num_groups: int) -> int:
-        """Into how many an int4 group of a KV head's inputs is cut, so that none reaches over two devices."""
+        """Into how many an int4 group of a KV head's inputs is cut, so that none reaches over two devices.
+
+        Parts have their numbers in the order of the whole: see `jaxserve.models.quantization.int4_groups`.
+        """
         inputs = self.config.group_size * self.config.head_dim
         length = inputs // num_groups
         return length // math.gcd(length, inputs // self.copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -11,7 +12,8 @@ import pytest
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.manifest import read_manifest
+from jaxserve.checkpoint.inspection import inspect_checkpoint
+from jaxserve.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from jaxserve.checkpoint.quantize import QuantizationStep, quantization_step, quantize_tensor
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import QuantizationConfig
@@ -97,6 +99,36 @@ def test_the_manifest_and_the_disk_tell(quantized: dict[str, Path]) -> None:
     assert read_manifest(quantized["None"]).quantization == "none"
     sizes = {name: sum(read_manifest(folder).files.values()) for name, folder in quantized.items()}
     assert sizes["int4"] < sizes["int8"] < sizes["None"]
+
+
+def of_format_2(folder: Path, destination: Path) -> Path:
+    """A copy whose manifest says that it was written before 4-bit numbers were interleaved."""
+    manifest = shutil.copytree(folder, destination) / MANIFEST_FILE
+    text = manifest.read_text()
+    assert '"format_version": 3' in text
+    manifest.write_text(text.replace('"format_version": 3', '"format_version": 2'))
+    return destination
+
+
+@pytest.mark.parametrize("name", ["None", "fp8", "int8"])
+def test_folders_of_the_older_format_are_read(name: str, quantized: dict[str, Path], tmp_path: Path) -> None:
+    folder = of_format_2(quantized[name], tmp_path / "older")
+    older, newer = (load_checkpoint(path, "float32", NoProgress()) for path in (folder, quantized[name]))
+    assert jax.tree.structure(older.params) == jax.tree.structure(newer.params)
+    for one, other in zip(jax.tree.leaves(older.params), jax.tree.leaves(newer.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(one).astype(np.float32), np.asarray(other).astype(np.float32))
+    assert inspect_checkpoint(folder).arrays == inspect_checkpoint(quantized[name]).arrays
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-32"])
+def test_4_bit_numbers_in_the_older_order_are_refused(name: str, quantized: dict[str, Path], tmp_path: Path) -> None:
+    folder = of_format_2(quantized[name], tmp_path / "older")
+    for use in (lambda path: load_checkpoint(path, "float32", NoProgress()), inspect_checkpoint):
+        with pytest.raises(
+            CheckpointError, match=r"format_version=2 with int4 weights, .* in an older order: convert the model again"
+        ) as refusal:
+            use(folder)
+        assert "\n" not in str(refusal.value)
 
 
 def test_a_quantized_model_is_not_quantized_again() -> None:

@@ -154,7 +154,7 @@ def test_hopper_kernel_widens_every_integer(config: TuningConfig) -> None:
     numbers = jnp.bitwise_and(jnp.arange(columns)[:, None] + jnp.arange(k)[None], 255).astype(jnp.uint8).view(jnp.int8)
     for values, scales in (
         (numbers, jnp.full((1, columns), 0.5, jnp.float32)),
-        (pack_int4(numbers >> 4), jnp.full((64, 1, columns), 0.5, jnp.bfloat16)),
+        (pack_int4(numbers >> 4, k // 64), jnp.full((64, 1, columns), 0.5, jnp.bfloat16)),
     ):
         out = quantized_matmul_mosaic_gpu(
             x,

@@ -55,7 +55,7 @@ def make_arguments(case: Case, seed: int = 0) -> dict[str, Any]:
         arguments["values"] = jnp.asarray(rng.integers(-127, 128, shape), jnp.int8)
         scales = scales / 64
     else:
-        arguments["values"] = pack_int4(jnp.asarray(rng.integers(-8, 8, shape), jnp.int8))
+        arguments["values"] = pack_int4(jnp.asarray(rng.integers(-8, 8, shape), jnp.int8), case.k // case.groups)
         scales = rng.uniform(0.5, 2.0, (case.groups, *case.outputs)) * case.k**-0.5 / 4
     arguments["scales"] = jnp.asarray(scales, jnp.bfloat16 if case.values == "int4" else jnp.float32)
     if case.quantize_activations:
@@ -76,7 +76,8 @@ def dense_weights(case: Case, arguments: dict[str, Any]) -> np.ndarray:
     values, scales = arguments["values"], np.asarray(arguments["scales"].astype(jnp.float32)).astype(np.float64)
     if case.values != "int4":
         return np.asarray(values.astype(jnp.float32)).astype(np.float64) * scales[..., None]
-    numbers = np.asarray(unpack_int4(values)).astype(np.float64).reshape(*case.outputs, case.groups, -1)
+    numbers = np.asarray(unpack_int4(values, case.k // case.groups)).astype(np.float64)
+    numbers = numbers.reshape(*case.outputs, case.groups, -1)
     return (numbers * np.moveaxis(scales, 0, -1)[..., None]).reshape(*case.outputs, case.k)
 
 
@@ -162,6 +163,7 @@ CASES = {
     "int4 in float32": Case("int4", dtype=jnp.float32, groups=16, has_residual=True),
     "int4, swiglu": Case("int4", is_swiglu=True, dtype=jnp.float32, rows=1),
     "int4, odd sizes": Case("int4", dtype=jnp.float32, rows=3, k=96, groups=3, columns=21),
+    "int4, groups that are in order": Case("int4", dtype=jnp.float32, rows=3, k=96, groups=4, columns=21),
 }
 
 FORMATS = {

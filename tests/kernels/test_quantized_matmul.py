@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.kernels.int4 import pack_int4, unpack_int4
 from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
 from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
 from jaxserve.kernels.quantized_matmul_plan import (
@@ -48,21 +47,6 @@ def test_equals_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", ["float8, both", "int4, swiglu"])
 def test_runs_anywhere_when_no_implementation_is_named(name: str) -> None:
     check(CASES[name])
-
-
-def test_int4_numbers_lie_as_xla_holds_them() -> None:
-    numbers = jnp.arange(-8, 8, dtype=jnp.int8).reshape(2, 8)
-    packed = pack_int4(numbers)
-    assert packed.shape == (2, 4) and packed.dtype == jnp.uint8
-    assert packed[0, 0] == 0x98  # -8 in the low half, -7 in the high one
-    np.testing.assert_array_equal(unpack_int4(packed), numbers)
-    pairs = jax.lax.bitcast_convert_type(packed, jnp.int4)
-    np.testing.assert_array_equal(pairs.astype(jnp.int8).reshape(2, 8), numbers)
-
-
-def test_an_odd_number_of_int4_numbers_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be even"):
-        pack_int4(jnp.zeros((2, 3), jnp.int8))
 
 
 def test_rows_are_rounded_the_same_however_they_are_cut() -> None:

@@ -19,6 +19,7 @@ from jaxserve.models.params import QUANTIZABLE, init_params, param_specs
 from jaxserve.models.quantization import (
     QuantizedWeight,
     group_length,
+    int4_groups,
     quantized_bytes,
     quantized_spec,
 )
@@ -111,6 +112,30 @@ def test_bytes(name: str) -> None:
 @pytest.mark.parametrize(("inputs", "size", "length"), [(4096, 128, 128), (576, 128, 96), (64, 128, 64), (192, 32, 32)])
 def test_groups_divide_the_inputs(inputs: int, size: int, length: int) -> None:
     assert group_length(inputs, size) == length
+
+
+@pytest.mark.parametrize(
+    ("inputs", "size", "groups"),
+    [
+        ((2, 4, 32), 128, (2, 1)),
+        ((2, 4, 64), 128, (2, 2)),  # of two heads each
+        ((2, 2, 96), 32, (2, 6)),
+        ((2, 2, 16), 32, (2, 2)),  # in 32 inputs there are two heads, which devices may part
+        ((1, 8, 80), 128, (1, 40)),  # 16 divides 80 and 128
+    ],
+)
+def test_long_groups_have_whole_runs_of_each_head(inputs: tuple[int, ...], size: int, groups: tuple[int, ...]) -> None:
+    assert int4_groups(inputs, size) == groups
+    w = dense_weight(inputs, (3,))
+    config = QuantizationConfig("int4", size)
+    quantized = quantize(jnp.asarray(w), 3, config)
+    assert quantized.values.shape == (3, *inputs[:-1], inputs[-1] // 2)
+    assert quantized.scales.shape == (*groups, 3)
+    # As one axis they have the same groups, where those have as many inputs.
+    length = np.prod(inputs) // np.prod(groups)
+    flat = quantize(jnp.asarray(w.reshape(-1, 3)), 1, QuantizationConfig("int4", int(length)))
+    np.testing.assert_array_equal(quantized.values.reshape(3, -1), flat.values)
+    np.testing.assert_array_equal(dequantize(quantized), np.asarray(dequantize(flat)).reshape(w.shape))
 
 
 def test_inputs_that_cannot_be_paired_are_refused() -> None:

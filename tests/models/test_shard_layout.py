@@ -17,7 +17,7 @@ from jaxserve.engine.build import make_engine_mesh, place_params
 from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.runner import zero_cache
 from jaxserve.models.kv_cache import kv_bytes_per_token
-from jaxserve.models.params import LayerParams, LlamaParams
+from jaxserve.models.params import LayerParams, LlamaParams, param_specs
 from jaxserve.models.quantization import QuantizedWeight, dequantize
 from jaxserve.models.quantize_params import quantize_params
 from jaxserve.models.shard_layout import ShardLayout
@@ -119,6 +119,38 @@ def test_quantizing_on_the_way_gives_what_quantizing_before_does(name: str) -> N
     before = place(config, params, 8)
     meanwhile = place(*model(1, None), 8, quantization=name)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), meanwhile, before)
+
+
+def test_a_group_of_several_heads_is_cut_between_runs_of_its_numbers() -> None:
+    config = dataclasses.replace(CONFIG, num_kv_heads=1, head_dim=32, intermediate_size=512)
+    quantization = QuantizationConfig("int4", 128)  # four heads
+    quantized = dataclasses.replace(config, quantization=quantization)
+    params = jax.tree.map(np.asarray, quantize_params(random_params(config), config, quantization))
+    placed = place(quantized, params, 4)
+    for device in range(4):
+        mine = on_device(placed, device).layers[1].wo
+        assert mine.scales.shape == (1, 1, config.hidden_size)  # of two heads
+        np.testing.assert_array_equal(wide(mine), expected_heads(params.layers[1], config, 4, device)[1])
+
+
+@pytest.mark.parametrize("group_size", [16, 32, 64, 96, 128])
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 256])
+def test_parts_of_groups_have_the_order_of_the_groups(head_dim: int, group_size: int) -> None:
+    """Multiples of 32 numbers are stored in another order than others, and a device takes them as they are stored."""
+    for heads, size in ((6, 2), (6, 3), (6, 6), (8, 2), (8, 4), (8, 8), (12, 4)):
+        config = dataclasses.replace(
+            CONFIG,
+            num_heads=heads,
+            num_kv_heads=1,
+            head_dim=head_dim,
+            intermediate_size=9216,
+            quantization=QuantizationConfig("int4", group_size),
+        )
+        layout = ShardLayout(config, size)
+        whole, part = param_specs(config).layers[0].wo, layout.specs().layers[0].wo
+        length, cut = heads * head_dim // whole.scales.shape[1], heads // size * head_dim // part.scales.shape[1]
+        assert (length % 32 == 0) == (cut % 32 == 0), (heads, size, length, cut)
+        assert length % 32 != 0 or head_dim % 32 == 0
 
 
 @pytest.mark.parametrize(("kv_heads", "size"), [(8, 8), (4, 8), (1, 4)])
