@@ -155,8 +155,8 @@ def exchange(problem: SplitProduct, block, rank, results: list[Array], parts_ref
     for tile, result in enumerate(results):
         parts_ref.at[block, rank, tile, :, pl.ds(0, problem.padded_rows)][...] = result
     if counters_ref is not None:
-        grid_barrier.arrive(counters_ref.at[block])
-        grid_barrier.wait(counters_ref.at[block], problem.split)
+        grid_barrier.arrive(counters_ref.at[block], copies=False)
+        grid_barrier.wait(counters_ref.at[block], problem.split, copies=False)
         return
     if problem.on_device:
         _order_global_memory()

@@ -21,25 +21,31 @@ GROUP_COUNTERS = 1008
 COUNTERS = BARRIERS + GROUP_COUNTERS
 
 
-def arrive(counter_ref) -> None:
-    """The warpgroup has stored what it had to; adds one to the counter."""
+def arrive(counter_ref, *, copies: bool = True) -> None:
+    """The warpgroup has stored what it had to; adds one to the counter.
+
+    Args:
+        copies: whether the copy engine may read or have written what is stored; else all go by plain stores and loads.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def signal(_, counter):
-        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]
+        if copies:
+            utils.inline_ptx("fence.proxy.async;", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]
         mgpu.warpgroup_barrier()
         SemaphoreRef(memref_ptr(counter)).signal(1, memory_scope="gpu")
 
     signal(counter_ref)  # pyright: ignore[reportCallIssue]
 
 
-def wait(counter_ref, arrivals: int) -> None:
-    """Holds the warpgroup until the counter stands at `arrivals`."""
+def wait(counter_ref, arrivals: int, *, copies: bool = True) -> None:
+    """Holds the warpgroup until the counter stands at `arrivals`; `copies` as in `arrive`."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def await_counter(_, counter):
         SemaphoreRef(memref_ptr(counter)).wait(arrivals, decrement=False, memory_scope="gpu")
-        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]
+        if copies:
+            utils.inline_ptx("fence.proxy.async;", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]
 
     await_counter(counter_ref)  # pyright: ignore[reportCallIssue]
 

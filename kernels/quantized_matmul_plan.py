@@ -39,20 +39,21 @@ _CLUSTERS_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 MULTIPROCESSORS = 132
 # A Hopper card's, for `_expected_cycles`: all multiprocessors together...
 _MEMORY_BYTES_PER_CYCLE = 2300
-_L2_BYTES_PER_CYCLE = 3200
+_L2_BYTES_PER_CYCLE = 4200
 # ... and each of them, where 1 to 4 warpgroups compute; instructions are counted for each thread.
 _BLOCK_BYTES_PER_CYCLE = 32
 _INSTRUCTIONS_PER_CYCLE = (28, 50, 66, 76)
 _MULTIPLICATIONS_PER_CYCLE = 2048
+_ALONE = 0.4  # of the shorter one of widening and multiplying, what the other one does not hide
 _FEW_STAGES_FACTOR = 1.3
 _SHORT_ROWS_FACTOR = 1.1
 _ROUND_CYCLES = 2000
 _JOIN_CYCLES = 2000  # and those of each block of a cluster, the larger of which find room on fewer multiprocessors
 _JOIN_BLOCK_CYCLES = 500
-_COUNTED_JOIN_CYCLES = 4000  # where blocks meet by a counter in memory instead
+_COUNTED_JOIN_CYCLES = 7500  # where blocks meet by a counter in memory instead
 _ADD_TURNS_CYCLES = 500
 # Of a thread for each weight: what it takes to widen it, mostly.
-_INSTRUCTIONS: dict[Form, float] = {"float8": 1.2, "float8-wide": 2.4, "int8": 3.1, "int4": 2.1}
+_INSTRUCTIONS: dict[Form, float] = {"float8": 1.2, "float8-wide": 2.4, "int8": 3.1, "int4": 1.95}
 
 X_DTYPES: dict[Form, Any] = {
     "float8": jnp.float8_e4m3fn,
@@ -315,7 +316,7 @@ def choose_config(
         except ValueError:  # does not go into the shape
             continue
         stages = _most_stages(smallest)
-        cycles = _expected_cycles(smallest) * (1 if stages >= 3 * turns else _FEW_STAGES_FACTOR)
+        cycles = _expected_cycles(smallest, stages)
         if row_bytes < ROW_BYTES:
             cycles *= _SHORT_ROWS_FACTOR
         if best is None or cycles < best[0]:
@@ -354,12 +355,14 @@ def _most_stages(problem: Problem) -> int:
     return max(stages, problem.config.stages)
 
 
-def _expected_cycles(problem: Problem) -> float:
-    """Of a kernel, without what all cuts have in common."""
+def _expected_cycles(problem: Problem, stages: int) -> float:
+    """Of a kernel with so many stages in the place of the tuning's, without what all cuts have in common."""
     blocks = problem.columns // problem.block_columns * problem.split
     clustered = problem.config.clustered
     rounds = -(-blocks // (problem.split * _CLUSTERS_AT_ONCE[problem.split])) if clustered else 1
     join = _JOIN_CYCLES + problem.split * _JOIN_BLOCK_CYCLES if clustered else _COUNTED_JOIN_CYCLES
+    parts_bytes = problem.block_columns * problem.parts * problem.padded_rows * 4
+    join += 2 * parts_bytes / _BLOCK_BYTES_PER_CYCLE  # there and back
     weights = problem.block_columns * problem.parts * problem.k // problem.split  # of a block
     weight_bytes = weights * ROW_BYTES // block_k(problem.form)
     x_bytes = problem.padded_rows * problem.k // problem.split * jnp.dtype(X_DTYPES[problem.form]).itemsize
@@ -370,7 +373,9 @@ def _expected_cycles(problem: Problem) -> float:
             blocks * weight_bytes / _MEMORY_BYTES_PER_CYCLE,
             blocks * (weight_bytes + x_bytes) / _L2_BYTES_PER_CYCLE,
             rounds * (weight_bytes + x_bytes) / _BLOCK_BYTES_PER_CYCLE,
-            rounds * max(issued, multiplied),
+            rounds
+            * (max(issued, multiplied) + _ALONE * min(issued, multiplied))
+            * (1 if stages >= 3 * problem.turns else _FEW_STAGES_FACTOR),
         )
         + (rounds - 1) * _ROUND_CYCLES
         + (join if problem.split > 1 else 0)
