@@ -230,10 +230,14 @@ class ForwardCompiler:
         """Fields of `ForwardResult` that stay in place, but for those that are there before the step."""
         # Not by tracing the pass, which takes longer than loading what was compiled from it.
         config, placed = self.factory.config, replicated(self.factory.mesh)
-        shapes = {"logits": ((num_logits, config.vocab_size), jnp.float32), "slots": ((num_logits,), jnp.int32)}
+        num_slots = bucket.decode_rows if bucket.num_drafts else num_logits  # drafts are verified row by row
+        shapes = {"logits": ((num_logits, config.vocab_size), jnp.float32), "slots": ((num_slots,), jnp.int32)}
         if bucket.prefill_rows:
             hidden = self.factory.max_prefill_tokens, config.hidden_size
             shapes["hidden"] = hidden, self.params.embedding.dtype
+        if self.factory.tap_layers is not None:
+            features = bucket.decode_tokens + bucket.prefill_tokens, self.factory.features_size
+            shapes["features"] = features, self.params.embedding.dtype
         return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed) for name, (shape, dtype) in shapes.items()}
 
     def _step(self, bucket: Bucket) -> tuple[Any, ...]:

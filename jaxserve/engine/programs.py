@@ -306,6 +306,11 @@ class ProgramFactory:
             return hidden[:0]
         return jnp.pad(hidden[bucket.decode_rows :], ((0, self.max_prefill_tokens - bucket.prefill_tokens), (0, 0)))
 
+    @property
+    def features_size(self) -> int:
+        """Of a token's features, where there are any."""
+        return max(1, len(self.tap_layers or ())) * self.config.hidden_size
+
     def _features(self, hidden: Array, taps: tuple[Array, ...]) -> Array | None:
         if self.tap_layers is None:
             return None

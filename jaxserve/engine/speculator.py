@@ -16,6 +16,7 @@ from jaxserve.engine.decode_state import DecodeState
 from jaxserve.engine.device_batch import Bucket, pack, packed_size
 from jaxserve.engine.drafters import Drafter
 from jaxserve.engine.executable_cache import ExecutableCache
+from jaxserve.engine.executors import ResultPlaces
 from jaxserve.engine.head_drafters import HeadDrafter
 from jaxserve.engine.processor_state import ProcessorState
 from jaxserve.engine.program_choice import seconds_of_run, times_in_rounds
@@ -79,6 +80,7 @@ class Speculator:
         )
         self._buckets = buckets
         self._replicated = replicated(factory.mesh)
+        self._places = ResultPlaces(self._replicated)
         self._draft: dict[DraftProgram, Any] = {}
         self._feed: dict[Bucket, Any] = {}
         self._observe: dict[Bucket, Any] = {}
@@ -88,8 +90,8 @@ class Speculator:
 
     @property
     def memory(self) -> Any:
-        """The drafter's own donated arrays, as they are now."""
-        return self._memory
+        """The drafter's own donated arrays, as they are now, and the places of its drafts."""
+        return self._memory, self._places.arrays
 
     @property
     def params(self) -> Any:
@@ -132,6 +134,18 @@ class Speculator:
             ),
         ]
 
+    def drafts_like(self, key: DraftProgram) -> Drafts:
+        """Shapes and placement of what a program drafts."""
+        rows, count = key.bucket.decode_rows, key.bucket.num_drafts
+
+        def like(*shape: int, dtype: Any = jnp.int32) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
+
+        probabilities = None
+        if self._drafter.has_probabilities and key.mode != "greedy":
+            probabilities = like(rows, count, self._factory.config.vocab_size, dtype=jnp.float32)
+        return Drafts(token_ids=like(rows, count), counts=like(rows), log_probabilities=probabilities)
+
     def begin(self, batch: ScheduledBatch, state: DecodeState) -> DecodeState:
         """Tells the device all tokens of the sequences that begin to decode with this step; `state` is donated."""
         for chunk in batch.prefill:
@@ -167,8 +181,12 @@ class Speculator:
         if bucket.num_drafts:
             kind: SamplingMode = "full" if mode != "greedy" and self._drafter.has_probabilities else "greedy"
             more = () if kind == "greedy" else (processors,)
-            compiled = self._draft[DraftProgram(bucket, kind)]
-            memory, drafts = compiled(self._drafting.params, memory, state, packed, *more)
+            key = DraftProgram(bucket, kind)
+            places = jax.tree.map_with_path(
+                lambda path, like: self._places.take(str(path), like), self.drafts_like(key)
+            )
+            memory, drafts = self._draft[key](self._drafting.params, memory, state, packed, more, places)
+            jax.tree.map_with_path(lambda path, array: self._places.keep(str(path), array), drafts)
         elif bucket.prefill_rows and self._drafter.reads_prompts and batch.is_shown:
             shown, packed = self._shown(batch, bucket, packed)
             memory, drafts = self._feed[shown](self._drafting.params, memory, state, packed), None
@@ -282,10 +300,19 @@ class _Compiler:
         self.owner._set_history = self._load("set history", lambda: function.lower(self.state, *example))
 
     def draft(self, key: DraftProgram) -> None:
-        function = jax.jit(self.owner._functions.draft(*key), donate_argnums=(1,))
+        draft = self.owner._functions.draft(*key)
+
+        def in_place(params: Any, memory: Any, state: Any, packed: Any, more: Any, places: Any) -> tuple[Any, Drafts]:
+            del places  # given away for the drafts
+            return draft(params, memory, state, packed, *more)
+
+        function = jax.jit(in_place, donate_argnums=(1, 5), keep_unused=True)
         more = () if key.mode == "greedy" else (self.processors,)
+        places = self.owner.drafts_like(key)
         self.owner._draft[key] = self._load(
-            f"draft {key.mode} {key.bucket}", lambda: function.lower(*self._arguments(key.bucket), *more), key.bucket
+            f"draft {key.mode} {key.bucket}",
+            lambda: function.lower(*self._arguments(key.bucket), more, places),
+            key.bucket,
         )
 
     def feed(self, bucket: Bucket) -> None:
@@ -298,7 +325,7 @@ class _Compiler:
         owner, reader = self.owner, self.owner._drafting.reader
         if reader is None:
             raise ValueError("the drafter reads no hidden states")
-        step = [self._features(bucket, reader), self._like((bucket.prefill_rows,))]
+        step = [self._features(bucket), self._like((bucket.prefill_rows,))]
         if bucket.num_drafts:
             step.append(self._like((bucket.decode_rows, bucket.num_drafts + 3)))
         function = jax.jit(owner._functions.observe(reader, bucket), donate_argnums=(1,))
@@ -311,19 +338,13 @@ class _Compiler:
         if reader is None:
             raise ValueError("the drafter reads no hidden states")
         function = jax.jit(resize_features(bucket, owner._buckets.shown_for(bucket)), out_shardings=owner._replicated)
-        like = self._features(bucket, reader)
+        like = self._features(bucket)
         owner._resize[bucket] = self._load(f"resize for drafter {bucket}", lambda: function.lower(like))
 
     def verify(self, key: VerifyProgram) -> None:
-        bucket, rows, vocab_size = key.bucket, key.bucket.decode_rows, self.owner._factory.config.vocab_size
-        drafts = Drafts(
-            token_ids=self._like((rows, bucket.num_drafts)),
-            counts=self._like((rows,)),
-            log_probabilities=self._like((rows, bucket.num_drafts, vocab_size), jnp.float32)
-            if self.owner._drafter.has_probabilities and key.mode != "greedy"
-            else None,
-        )
-        step = [self._like((bucket.rows, vocab_size), jnp.float32), self._like((rows,)), drafts]
+        bucket, vocab_size = key.bucket, self.owner._factory.config.vocab_size
+        drafts = self.owner.drafts_like(DraftProgram(bucket, "greedy" if key.mode == "greedy" else "full"))
+        step = [self._like((bucket.rows, vocab_size), jnp.float32), self._like((bucket.decode_rows,)), drafts]
         if key.masked:
             step.append(self._like((bucket.rows, num_words(vocab_size))))
         functions = self.owner._functions
@@ -343,10 +364,10 @@ class _Compiler:
         memory = self.cache if owner._drafter.uses_target_cache else owner._memory
         return owner._drafting.params, memory, self.state, self._like((packed_size(bucket, owner._factory.sizes),))
 
-    def _features(self, bucket: Bucket, reader: HeadDrafter) -> Any:
+    def _features(self, bucket: Bucket) -> Any:
         tokens = bucket.decode_tokens + bucket.prefill_tokens
-        size = max(1, len(reader.tap_layers)) * self.owner._factory.config.hidden_size
-        return self._like((tokens, size), self.owner._drafting.params.target.embedding.dtype)
+        dtype = self.owner._drafting.params.target.embedding.dtype
+        return self._like((tokens, self.owner._factory.features_size), dtype)
 
     def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.owner._replicated)

@@ -39,6 +39,7 @@ def lean_engine(
     caching: bool = True,
     tensor_parallel_size: int = 1,
     params: LlamaParams | None = None,
+    layerwise: bool = True,
 ) -> Iterator[EngineClient]:
     """72 tokens of KV cache for three sequences of up to 64: they cannot all stay.
 
@@ -48,6 +49,7 @@ def lean_engine(
         lengths: chooses how many tokens are drafted; None: always as many as can be.
         showing_seconds: what showing a drafter prompts is said to take; None: nothing.
         caching: whether prompts that begin alike share pages.
+        layerwise: whether a forward pass is several programs, as on a CPU; else it is one, as on a GPU.
     """
     limits = SchedulerLimits(
         max_num_seqs=3, max_num_batched_tokens=16, max_prefill_rows=3, max_model_len=64, page_size=4, num_pages=18
@@ -85,7 +87,7 @@ def lean_engine(
         sizes=sizes,
         buckets=buckets,
         cache_dtype=jnp.dtype(jnp.float32),
-        layerwise=True,
+        layerwise=layerwise,
         drafting=drafting,
     )
     runner.warm_up(NoProgress())

@@ -159,7 +159,9 @@ def engine(request: pytest.FixtureRequest, target: LlamaParams, texts: list[Text
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "eagle":
             patch.setattr(SpeculativePrograms, "fewest_rows", 8)  # as on a GPU
-        with lean_engine(config, heads[request.param](), params=target) as engine:
+        # The features of three depths come from the whole pass as one program, as on a GPU.
+        layerwise = request.param != "eagle3"
+        with lean_engine(config, heads[request.param](), params=target, layerwise=layerwise) as engine:
             yield engine
 
 
@@ -196,6 +198,18 @@ def test_nothing_is_compiled_while_heads_draft(engine: EngineClient) -> None:
             answer.wait()
         until_idle(engine)
     assert not events
+
+
+def test_a_step_writes_what_it_gives_over_what_the_step_before_gave(engine: EngineClient) -> None:
+    """Features and drafts too: XLA changes the launch graph of a program for each array that moves."""
+    runner = engine._loop._runner
+    assert runner._speculator is not None
+    drafting = list(runner._speculator._draft.values())
+    whole = [] if runner._layerwise else [executor.programs[0] for executor in runner._forward.values()]
+    assert drafting
+    for program in drafting + whole:
+        memory = program.memory_analysis()
+        assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= 16 * program.out_tree.num_leaves  # pointers
 
 
 def test_a_head_of_another_model_is_refused_with_both_numbers() -> None:
