@@ -42,15 +42,15 @@ _MEMORY_BYTES_PER_CYCLE = 2300
 _L2_BYTES_PER_CYCLE = 4200
 # ... and each of them, where 1 to 4 warpgroups compute; instructions are counted for each thread.
 _BLOCK_BYTES_PER_CYCLE = 32
-_INSTRUCTIONS_PER_CYCLE = (28, 50, 66, 76)
+_INSTRUCTIONS_PER_CYCLE = (28, 58, 70, 76)
 _MULTIPLICATIONS_PER_CYCLE = 2048
 _ALONE = 0.4  # of the shorter one of widening and multiplying, what the other one does not hide
-_FEW_STAGES_FACTOR = 1.3
+_FEW_STAGES_FACTOR = 1.1
 _SHORT_ROWS_FACTOR = 1.1
 _ROUND_CYCLES = 2000
-_JOIN_CYCLES = 2000  # and those of each block of a cluster, the larger of which find room on fewer multiprocessors
-_JOIN_BLOCK_CYCLES = 500
-_COUNTED_JOIN_CYCLES = 7500  # where blocks meet by a counter in memory instead
+_JOIN_CYCLES = 2000  # of a cluster
+_COUNTED_JOIN_CYCLES = 6000  # where blocks meet by a counter in memory instead
+_JOIN_BLOCK_CYCLES = 500  # of each block, either way
 _ADD_TURNS_CYCLES = 500
 # Of a thread for each weight: what it takes to widen it, mostly.
 _INSTRUCTIONS: dict[Form, float] = {"float8": 1.2, "float8-wide": 2.4, "int8": 3.1, "int4": 1.95}
@@ -360,7 +360,7 @@ def _expected_cycles(problem: Problem, stages: int) -> float:
     blocks = problem.columns // problem.block_columns * problem.split
     clustered = problem.config.clustered
     rounds = -(-blocks // (problem.split * _CLUSTERS_AT_ONCE[problem.split])) if clustered else 1
-    join = _JOIN_CYCLES + problem.split * _JOIN_BLOCK_CYCLES if clustered else _COUNTED_JOIN_CYCLES
+    join = (_JOIN_CYCLES if clustered else _COUNTED_JOIN_CYCLES) + problem.split * _JOIN_BLOCK_CYCLES
     parts_bytes = problem.block_columns * problem.parts * problem.padded_rows * 4
     join += 2 * parts_bytes / _BLOCK_BYTES_PER_CYCLE  # there and back
     weights = problem.block_columns * problem.parts * problem.k // problem.split  # of a block
