@@ -133,7 +133,7 @@ def test_what_is_told_after_preemption(server: ServerProcess, stream: bool) -> N
                 assert alone["usage"]["completion_tokens"] <= 200
                 before = stats(url)["num_preemptions"]
                 for attempt in range(5):  # on a busy machine they may come so late that some are done by then
-                    salts = [f"{number} {stream} {attempt} {twin}" for twin in range(10)]
+                    salts = [f"{number} {stream} {attempt} {twin}" for twin in range(6)]
                     together = await asyncio.gather(*(told(client, path, body, salt, stream=stream) for salt in salts))
                     assert all(answer == alone for answer in together)
                     if stats(url)["num_preemptions"] > before:
@@ -144,8 +144,8 @@ def test_what_is_told_after_preemption(server: ServerProcess, stream: bool) -> N
     wait_idle(url, 10)
 
 
-def test_soak_for_a_minute(server: ServerProcess) -> None:
-    soak(server, 60)
+def test_soak_for_some_seconds(server: ServerProcess) -> None:
+    soak(server, 10)
 
 
 @pytest.mark.long
