@@ -5,10 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_a_question_through_a_pipe(default_model_dir: Path) -> None:
+
+@pytest.mark.parametrize("as_tests_run", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_question_through_a_pipe(as_tests_run: bool, default_model_dir: Path) -> None:
     questions = "What is the capital of France?\n/stats\nAnd of Spain?\n/exit\n"
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one CPU device, as a user has
+    # As a user has it: one CPU device, and programs that are optimized.
+    env = {name: value for name, value in os.environ.items() if as_tests_run or name != "XLA_FLAGS"}
     done = subprocess.run(
         [
             sys.executable,

@@ -10,9 +10,10 @@ import pytest
 QUESTIONS = "one\n/set temperature=1;seed=3;top_k=20\ntwo\n/set top_k=0;top_p=1\nthree\n"  # greedy, filtered, random
 
 
-def chat(model: Path, home: Path, jax_cache: Path | None) -> str:
+def chat(model: Path, home: Path, jax_cache: Path | None, *, as_tests_run: bool = False) -> str:
     """The answers of a chat in a process of its own, whose caches lie in the given folders."""
-    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+    dropped = {"JAX_COMPILATION_CACHE_DIR"} if as_tests_run else {"JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS"}
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
     if jax_cache is not None:
         env["JAX_COMPILATION_CACHE_DIR"] = str(jax_cache)
     done = subprocess.run(
@@ -26,10 +27,11 @@ def chat(model: Path, home: Path, jax_cache: Path | None) -> str:
     return done.stdout.decode()
 
 
-def test_programs_from_disk_give_the_same_answers(tiny_model_dir: Path, tmp_path: Path) -> None:
-    first = chat(tiny_model_dir, tmp_path, None)
+@pytest.mark.parametrize("as_tests_run", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_programs_from_disk_give_the_same_answers(as_tests_run: bool, tiny_model_dir: Path, tmp_path: Path) -> None:
+    first = chat(tiny_model_dir, tmp_path, None, as_tests_run=as_tests_run)
     assert list((tmp_path / "compiled").glob("*.executable"))
-    assert chat(tiny_model_dir, tmp_path, None) == first
+    assert chat(tiny_model_dir, tmp_path, None, as_tests_run=as_tests_run) == first
 
 
 @pytest.mark.long
