@@ -19,7 +19,7 @@ from jaxserve.engine.build import build_dummy_engine
 from jaxserve.progress import NoProgress
 from jaxserve.protocol.launch import launch
 from jaxserve.speculative_config import SpeculativeConfig
-from tests.tiny_engine import MODEL_CONFIG
+from tests.tiny_engine import MODEL_CONFIG, few_programs
 from tests.tiny_model import TINY_CONFIG, write_tiny_llama
 
 CONFIG = EngineConfig(device="cpu", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
@@ -100,7 +100,8 @@ def test_random_weights_are_not_made_for_what_does_not_go_together(config: Engin
 def test_a_benchmark_takes_a_published_head(tiny_model_dir: Path, tmp_path: Path) -> None:
     speculative = SpeculativeConfig("medusa", 1, model=str(write_medusa_heads(tmp_path / "head", 1)))
     config = dataclasses.replace(CONFIG, max_num_seqs=1, max_num_batched_tokens=16, speculative_config=speculative)
-    engine = start_engine(str(tiny_model_dir), config, NoProgress())
+    with few_programs("greedy"):
+        engine = start_engine(str(tiny_model_dir), config, NoProgress())
     try:
         stats = engine.stats().speculative
         assert stats is not None

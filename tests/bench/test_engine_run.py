@@ -43,7 +43,7 @@ from jaxserve.models.presets import preset_config
 from jaxserve.progress import NoProgress
 from jaxserve.speculative_config import SpeculativeConfig
 from jaxserve.version import versions
-from tests.tiny_engine import MODEL_CONFIG, tiny_engine
+from tests.tiny_engine import MODEL_CONFIG, few_programs, tiny_engine
 
 CEILING = Ceiling(1e9, 1e12, "table")
 LOADS = (Load("concurrency", 1), Load("concurrency", 2), Load("rate", 50))
@@ -52,7 +52,7 @@ FIXED = BenchOptions(load_workload("fixed:10/12"), LOADS, num_requests=4, timeou
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineClient]:
-    with tiny_engine(EngineConfig(max_num_seqs=2, max_num_batched_tokens=32)) as started:
+    with tiny_engine(EngineConfig(max_num_seqs=2, max_num_batched_tokens=32), mode="greedy") as started:
         yield started
 
 
@@ -244,9 +244,9 @@ def test_a_trace_load_needs_arrival_times() -> None:
 
 
 def test_a_checkpoint_is_measured_with_its_own_weights(tiny_model_dir: Path) -> None:
-    engine = start_engine(
-        str(tiny_model_dir), EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64), NoProgress()
-    )
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
+    with few_programs("greedy"):
+        engine = start_engine(str(tiny_model_dir), config, NoProgress())
     try:
         assert engine.model_config.hidden_size == 64
         assert engine.model_config.eos_token_ids  # of the checkpoint; random weights have none
@@ -257,9 +257,10 @@ def test_a_checkpoint_is_measured_with_its_own_weights(tiny_model_dir: Path) -> 
 def test_over_http_the_same_engine_gives_whole_answers_and_a_difference(tmp_path: Path) -> None:
     pytest.importorskip("starlette")
     config = ModelConfig(**{**MODEL_CONFIG.to_json(), "vocab_size": 300, "eos_token_ids": ()})
-    engine = start_engine(
-        _written(tmp_path, config), EngineConfig(max_num_seqs=2, max_num_batched_tokens=32), NoProgress()
-    )
+    with few_programs("greedy"):
+        engine = start_engine(
+            _written(tmp_path, config), EngineConfig(max_num_seqs=2, max_num_batched_tokens=32), NoProgress()
+        )
     options = replace(FIXED, loads=LOADS[1:2])
     try:
         summaries, _ = measure_engine(

@@ -223,7 +223,7 @@ def test_the_floors_know_what_is_quantized() -> None:
 
 
 def test_a_decode_window_of_a_running_engine_is_traced(tmp_path: Path) -> None:
-    with tiny_engine(EngineConfig(max_num_seqs=2, max_num_batched_tokens=32)) as engine:
+    with tiny_engine(EngineConfig(max_num_seqs=2, max_num_batched_tokens=32), mode="greedy") as engine:
         window = profile_decode(engine, concurrency=2, context=20, num_steps=3, folder=tmp_path)
         with pytest.raises(ValueError, match="do not fit"):
             profile_decode(engine, concurrency=3, context=20, num_steps=3, folder=tmp_path)
@@ -235,7 +235,8 @@ def test_a_decode_window_of_a_running_engine_is_traced(tmp_path: Path) -> None:
 
 
 def test_a_window_is_found_where_answers_are_shorter_than_it(tmp_path: Path) -> None:
-    with tiny_engine(EngineConfig(max_model_len=26, max_num_seqs=4, max_num_batched_tokens=32)) as engine:
+    config = EngineConfig(max_model_len=26, max_num_seqs=4, max_num_batched_tokens=32)
+    with tiny_engine(config, mode="greedy") as engine:
         window = profile_decode(engine, concurrency=4, context=20, num_steps=5, folder=tmp_path, timeout=60.0)
     assert window.num_steps >= 5
 

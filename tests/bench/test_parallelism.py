@@ -165,10 +165,13 @@ def test_models_whose_runs_are_called_alike_get_a_panel_each(tmp_path: Path) -> 
     assert [axes.get_title().splitlines()[0] for axes in figure.axes] == ["a, TP2:", "b, TP2:"]
 
 
-def test_the_report_says_what_replicas_give_and_draws_a_panel_for_each_kind(tmp_path: Path) -> None:
+def test_the_report_says_what_replicas_give_and_draws_a_panel_for_each_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     from jaxserve.bench.charts_choices import parallelism
 
+    monkeypatch.setattr("jaxserve.bench.report.draw_charts", lambda series, folder: [])  # each takes a second
     write_eight(tmp_path, tpot_ms=4.0, growth_ms=0.08)
     done = CliRunner().invoke(build_app(), ["bench", "report", str(tmp_path)])
     said = json.loads((tmp_path / "summary.json").read_text())["parallelism"]

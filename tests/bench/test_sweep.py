@@ -293,8 +293,12 @@ def test_configurations_stand_in_order_whatever_their_folders_are_called(reporte
     assert names == ["TP1", "TP1 static", "TP1 speculation", "TP2", "TP4", "127.0.0.1:8001"]
 
 
-def test_the_same_figures_give_the_same_charts(tmp_path: Path) -> None:
+def test_the_same_figures_give_the_same_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
+    from jaxserve.bench import report
+
+    monkeypatch.setattr(report, "_CHARTS", [chart for chart in report._CHARTS if chart[0] == "tradeoff"])
+    monkeypatch.setattr(report, "_TIMELINES", 0)
     write_run(tmp_path, "TP1")
     texts = []
     for _ in range(2):

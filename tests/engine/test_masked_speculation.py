@@ -39,6 +39,7 @@ from tests.models.test_speculative_sampling import (
     check,
     exact,
 )
+from tests.optimized_programs import OPTIMIZED
 from tests.structured.grammars import vocabulary_of
 
 A, B, C, D, E, F, G, H = range(VOCAB)
@@ -161,7 +162,8 @@ def draw(*, seeded: bool, penalties: tuple[float, float, float], temperature: fl
         penalties=jnp.tile(jnp.asarray(penalties, jnp.float32), (ROWS, 1)),
     )
     mesh = make_mesh(jax.devices("cpu"), 1)
-    verify = jax.jit(SpeculativePrograms(PromptLookup(1, 1), Sizes(ROWS, 1, 1, 4), mesh).verify_full(masked=True))
+    programs = SpeculativePrograms(PromptLookup(1, 1), Sizes(ROWS, 1, 1, 4), mesh)
+    verify = jax.jit(programs.verify_full(masked=True), compiler_options=OPTIMIZED)
     slots = jnp.arange(ROWS, dtype=jnp.int32)
     packed = []
     for first in range(0, DRAWS, ROWS):

@@ -15,6 +15,7 @@ from jaxserve.models.logit_processors import ProcessorArrays, process_logits
 from jaxserve.models.sampling import log_probabilities, row_keys, sample
 from jaxserve.models.speculative_sampling import Drafts, Verified, position_counters, verify
 from tests.models.test_sampling import CHI_SQUARE_LIMIT, VOCAB, arrays, distribution
+from tests.optimized_programs import OPTIMIZED
 
 START = VOCAB  # what stands before the first position
 NUM_DRAFTS = 2
@@ -52,7 +53,6 @@ def processors(counts: jax.Array, penalties: jax.Array, bias: jax.Array) -> Proc
     )
 
 
-@partial(jax.jit, static_argnames=("has_probabilities", "synthetic"))
 def _speculate(
     params: Any,
     penalties: jax.Array,
@@ -62,7 +62,7 @@ def _speculate(
     rejects: jax.Array,
     *,
     has_probabilities: bool = True,
-    synthetic: float | None = None,
+    synthetic: jax.Array | None = None,
 ) -> tuple[jax.Array, Verified]:
     """Drafts as a model would, and verifies."""
     rows = counters.shape[0]
@@ -85,8 +85,12 @@ def _speculate(
         log_probabilities=jnp.stack(log_q, axis=1) if has_probabilities else None,
     )
     logits = jnp.stack(target, axis=1).reshape(-1, VOCAB)
-    verified = verify(logits, made, params, seeds, counters, rejects, mode="full", synthetic_acceptance=synthetic)
+    verified = verify(logits, made, params, seeds, counters, rejects, mode="full", synthetic_acceptance=synthetic)  # pyright: ignore[reportArgumentType]
     return made.token_ids, verified
+
+
+_speculate_once = jax.jit(_speculate, static_argnames="has_probabilities")
+_speculate_often = jax.jit(_speculate, static_argnames="has_probabilities", compiler_options=OPTIMIZED)
 
 
 def speculate(
@@ -99,12 +103,13 @@ def speculate(
     synthetic: float | None = None,
     **params: float,
 ) -> Drawn:
+    run = _speculate_often if has_probabilities and synthetic is None else _speculate_once
     parts = []
     for first in range(0, draws, ROWS):
         # Every row's positions have counters of their own, so that all draws are independent.
         counters = (NUM_DRAFTS + 1) * np.arange(first, first + ROWS, dtype=np.int32)
         parts.append(
-            _speculate(
+            run(
                 arrays(ROWS, **params),  # pyright: ignore[reportArgumentType]
                 np.array(penalties, np.float32),  # pyright: ignore[reportArgumentType]
                 bias,  # pyright: ignore[reportArgumentType]
@@ -112,7 +117,7 @@ def speculate(
                 np.full(ROWS, NUM_DRAFTS, np.int32),  # pyright: ignore[reportArgumentType]
                 np.full(ROWS, rejects),  # pyright: ignore[reportArgumentType]
                 has_probabilities=has_probabilities,
-                synthetic=synthetic,
+                synthetic=None if synthetic is None else np.float32(synthetic),
             )
         )
     joined = [

@@ -17,6 +17,7 @@ from jaxserve.speculative_config import SpeculativeConfig
 from jaxserve.structured.grammar import Grammar, GrammarState
 from tests.structured.grammars import allowed, check_look_ahead, compiled, refused_at
 from tests.structured.schemas import SchemaCase, all_schemas
+from tests.tiny_engine import few_programs
 from tests.tiny_model import write_tiny_llama
 
 CASES = all_schemas()
@@ -58,7 +59,9 @@ def test_values_are_accepted_and_refused(case: SchemaCase) -> None:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     model = write_tiny_llama(tmp_path_factory.mktemp("model") / "model")
-    with Engine(str(model), CONFIG) as engine:
+    with few_programs("full", masked=True):
+        engine = Engine(str(model), CONFIG)
+    with engine:
         yield engine
 
 
@@ -134,8 +137,9 @@ def test_forced_tokens_change_nothing(engine: Engine, monkeypatch: pytest.Monkey
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_answers_satisfy_the_list(engine: Engine) -> None:
-    obey_all(engine, CASES)
+def test_answers_satisfy_the_list(tiny_model_dir: Path) -> None:
+    with Engine(str(tiny_model_dir), CONFIG) as engine:
+        obey_all(engine, CASES)
 
 
 @pytest.mark.long
