@@ -75,7 +75,7 @@ def call_every_operation(api: schemathesis.BaseSchema, max_examples: int) -> Non
 
 
 def test_no_response_breaks_the_description(api: schemathesis.BaseSchema) -> None:
-    call_every_operation(api, max_examples=25)
+    call_every_operation(api, max_examples=10)
 
 
 @pytest.mark.parametrize(
