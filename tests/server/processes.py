@@ -55,15 +55,13 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(arguments: list[str], log: Path, home: Path | None = None) -> Iterator[ServerProcess]:
+def server_process(arguments: list[str], log: Path) -> Iterator[ServerProcess]:
     """Runs `python ARGUMENTS` from the checkout; it is killed at the end if it still runs.
 
-    Args:
-        home: its model cache; None: the user's.
+    Programs are kept as users' are, and not in jax's own cache: servers of the same sizes need not even trace them.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    if home is not None:
-        environment["JAXSERVE_HOME"] = str(home)
+    environment["JAXSERVE_HOME"] = str(Path(environment.pop("JAX_COMPILATION_CACHE_DIR")) / "of-servers")
     with log.open("wb") as output:
         process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stderr=output)
     try:

@@ -29,7 +29,7 @@ def by_replica(url: str, name: str) -> dict[str, float]:
 def test_two_replicas_share_the_requests(engine_process: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     flags = [part for pair in {**OPTIONS, "--engine-process": engine_process}.items() for part in pair]
     arguments = ["-m", "jaxserve", "serve", str(tiny_model_dir), *flags]
-    with server_process(arguments, tmp_path / "log", home=tmp_path) as server:
+    with server_process(arguments, tmp_path / "log") as server:
         url = server.wait_ready()
         assert by_replica(url, "replica_up") == {"0": 1, "1": 1}
         with httpx.Client(base_url=url, timeout=60) as client:

@@ -32,13 +32,9 @@ def arguments(model: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model_dir: Path, home: Path) -> Iterator[ServerProcess]:
-    with server_process(arguments(tiny_model_dir, "--restart-engine"), home / "log", home=home) as server:
+def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with server_process(arguments(tiny_model_dir, "--restart-engine"), log) as server:
         server.wait_ready()
         yield server
 
@@ -200,17 +196,17 @@ def test_sigterm_to_both_lets_running_answers_end(server: ServerProcess, client:
 
 
 @pytest.mark.long  # what is raised there is tested over a fake device
-def test_what_is_wrong_as_it_loads_is_one_line(tiny_model_dir: Path, home: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_as_it_loads_is_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
     refused = arguments(tiny_model_dir, "--tensor-parallel-size", "64")
-    with server_process(refused, tmp_path / "log", home=home) as server:
+    with server_process(refused, tmp_path / "log") as server:
         assert server.exit_code(SECONDS) == 1
     assert "Traceback" not in server.log
     assert server.log.splitlines()[-1].startswith("jaxserve: error: ")
     assert "64" in server.log.splitlines()[-1]
 
 
-def test_the_engine_s_process_ends_with_the_server(tiny_model_dir: Path, home: Path, tmp_path: Path) -> None:
-    with server_process(arguments(tiny_model_dir), tmp_path / "log", home=home) as server:
+def test_the_engine_s_process_ends_with_the_server(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with server_process(arguments(tiny_model_dir), tmp_path / "log") as server:
         while "Loading weights" not in server.log:  # which is told by the engine's process
             assert server.process.poll() is None, server.log
             time.sleep(0.01)

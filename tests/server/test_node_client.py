@@ -50,7 +50,7 @@ def seen(node_folder: Path, tiny_model_dir: Path, tmp_path_factory: pytest.TempP
     }  # fmt: skip
     # Without a prefix cache, which the second of two equal requests would tell of in its usage.
     flags = [*(part for pair in options.items() for part in pair), "--no-enable-prefix-caching"]
-    with server_process(["-c", LAUNCH, "serve", str(tiny_model_dir), *flags], folder / "log", home=folder) as server:
+    with server_process(["-c", LAUNCH, "serve", str(tiny_model_dir), *flags], folder / "log") as server:
         url = server.wait_ready()
         client = subprocess.run(
             ["node", "client.mjs", f"{url}/v1", KEY, MODEL], cwd=node_folder, capture_output=True, timeout=120

@@ -41,7 +41,7 @@ def test_a_failed_engine_is_built_anew(tiny_model_dir: Path, tmp_path: Path) -> 
     }  # fmt: skip
     flags = [part for pair in options.items() for part in pair]
     arguments = ["-c", LAUNCH, "serve", str(tiny_model_dir), *flags, "--restart-engine", str(fault)]
-    with server_process(arguments, tmp_path / "log", home=tmp_path) as server:
+    with server_process(arguments, tmp_path / "log") as server:
         url = server.wait_ready()
         before = httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"]
         fault.touch()

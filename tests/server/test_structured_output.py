@@ -38,7 +38,7 @@ def client(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         "--port", "0", "--served-model-name", MODEL, "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
         "--num-pages", "128",
     ]  # fmt: skip
-    with server_process(["-c", LAUNCH, "serve", str(tiny_model_dir), *flags], folder / "log", home=folder) as process:
+    with server_process(["-c", LAUNCH, "serve", str(tiny_model_dir), *flags], folder / "log") as process:
         process.wait_ready()
         with openai.OpenAI(base_url=f"{process.url()}/v1", api_key="x", max_retries=0, timeout=60) as client:
             yield client

@@ -30,7 +30,7 @@ def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         "--max-num-queued-requests": "2000", "--access-log": "none",
     }  # fmt: skip
     flags = [part for pair in options.items() for part in pair]
-    with server_process(["-c", LAUNCH, "serve", str(tiny_model_dir), *flags], folder / "log", home=folder) as process:
+    with server_process(["-c", LAUNCH, "serve", str(tiny_model_dir), *flags], folder / "log") as process:
         process.wait_ready()
         yield process
         process.process.terminate()
