@@ -11,6 +11,7 @@ from jaxserve import Engine, EngineConfig
 from jaxserve.checkpoint.convert import convert
 from jaxserve.progress import NoProgress
 from tests.checkpoint.files import write_gguf
+from tests.tiny_engine import few_programs
 from tests.tiny_model import SPECIAL_TOKENS, TINY_CONFIG, random_weights, write_tiny_llama
 
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
@@ -29,9 +30,10 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         both = f'{{"eos_token_id": [{FROM_CONFIG}, {FROM_GENERATION}]}}'
         (source / "generation_config.json").write_text(both)
     folder = convert(source, root / "converted", progress=NoProgress())
-    with Engine(
-        str(folder), config=EngineConfig(device="cpu", max_model_len=32, max_num_seqs=1, max_num_batched_tokens=16)
-    ) as made:
+    config = EngineConfig(device="cpu", max_model_len=32, max_num_seqs=1, max_num_batched_tokens=16)
+    with few_programs("full"):
+        made = Engine(str(folder), config=config)
+    with made:
         yield made
 
 

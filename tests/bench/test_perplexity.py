@@ -20,7 +20,7 @@ WINDOW = 12
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineClient]:
-    with tiny_engine(CONFIG) as engine:
+    with tiny_engine(CONFIG, mode="greedy") as engine:
         yield engine
 
 
