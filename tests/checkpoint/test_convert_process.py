@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from typer.testing import CliRunner, Result
 
 from jaxserve.checkpoint.assemble import expected_shapes
 from jaxserve.checkpoint.convert import convert
@@ -26,6 +27,7 @@ from jaxserve.checkpoint.hf_config import model_config_from_hf
 from jaxserve.checkpoint.manifest import is_converted, read_manifest
 from jaxserve.checkpoint.tensor_names import HUGGING_FACE
 from jaxserve.checkpoint.unfinished import unfinished_path
+from jaxserve.cli.main import build_app
 from jaxserve.progress import NoProgress
 from tests.checkpoint.files import edit_config, stored
 from tests.tiny_model import TINY_CONFIG, write_tiny_llama
@@ -71,6 +73,11 @@ def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def jaxserve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return python("from jaxserve.cli.main import main; main()", *arguments)
+
+
+def command(*arguments: str) -> Result:
+    """As `jaxserve`, in this process: most of what a short one takes is to import what is here already."""
+    return CliRunner().invoke(build_app(), arguments)
 
 
 @pytest.fixture
@@ -355,15 +362,15 @@ def test_convert_inspect_export(source: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'converted'}\n"), done.stderr
     assert "model.onnx" in done.stderr
     assert "README" not in done.stderr
-    again = jaxserve("convert", str(source), str(tmp_path / "converted"))
-    assert (again.returncode, again.stdout) == (1, "")
+    again = command("convert", str(source), str(tmp_path / "converted"))
+    assert (again.exit_code, again.stdout) == (1, "")
     assert again.stderr == f"jaxserve: error: {tmp_path / 'converted'} exists: remove it or choose another folder\n"
-    done = jaxserve("inspect", str(tmp_path / "converted"), "--tensor-parallel-size", "2")
-    assert done.returncode == 0, done.stderr
+    done = command("inspect", str(tmp_path / "converted"), "--tensor-parallel-size", "2")
+    assert done.exit_code == 0, done.stderr
     assert "LlamaForCausalLM, converted, made from huggingface" in done.stdout
     assert "layer_*/wqkv  [64, 2, 4, 16] bfloat16  (6 times)" in done.stdout
-    done = jaxserve("export", str(tmp_path / "converted"), str(tmp_path / "exported"))
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'exported'}\n"), done.stderr
+    done = command("export", str(tmp_path / "converted"), str(tmp_path / "exported"))
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'exported'}\n"), done.stderr
     assert (tmp_path / "exported" / "model.safetensors").is_file()
 
 

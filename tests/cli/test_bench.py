@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from jaxserve.bench.records import Load
 from jaxserve.cli.bench import parse_loads
 from jaxserve.cli.main import build_app
-from tests.tiny_engine import MODEL_CONFIG
+from tests.tiny_engine import MODEL_CONFIG, few_programs
 
 
 def bench(*arguments: str) -> tuple[int, str]:
@@ -24,7 +24,8 @@ def test_a_model_alone_means_the_command_run(tmp_path: Path) -> None:
     model.write_text(json.dumps(MODEL_CONFIG.to_json()))
     arguments = ["--workload", "fixed:8/6", "--concurrency", "1,2", "--num-requests", "2", "--max-num-seqs", "2",
                  "--max-num-batched-tokens", "16", "--output", str(tmp_path / "out.json")]  # fmt: skip
-    code, output = bench(str(model), *arguments)
+    with few_programs("full"):
+        code, output = bench(str(model), *arguments)
     assert code == 0, output
     table = output[output.index("load") :].splitlines()
     assert [row.split()[:2] for row in table] == [["load", "requests"], ["1", "2"], ["2", "2"]]
