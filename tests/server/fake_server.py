@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve.config import ServerConfig
 from jaxserve.protocol.service import OpenAIService
-from jaxserve.server.lifecycle import run
+from jaxserve.server import lifecycle
 from tests.fakes import FakeEngine, endless, fake_service
 
 
@@ -27,7 +27,7 @@ class Options:
         fail_after: tokens after which the engine fails.
         failing_engines: how many engines, from the first on, do so.
         server: further fields of the server's config.
-        stuck: the engine does not come back when it is told to stop.
+        stuck: the engine does not come back when it is told to stop; it gets a second for that.
         busy: a thread that Python waits for at its end never does.
     """
 
@@ -54,6 +54,7 @@ def load(options: Options, number: int) -> OpenAIService:
         endless, token_delay=options.token_delay, fail_after=fail_after, max_model_len=options.max_model_len
     )
     if options.stuck:
+        lifecycle._STOP_SECONDS = 1.0
         engine.shutdown = threading.Event().wait  # type: ignore[assignment]
     if options.busy:
         ThreadPoolExecutor(1, thread_name_prefix="jaxserve-busy").submit(threading.Event().wait)
@@ -66,7 +67,7 @@ def main() -> None:
     config = ServerConfig(port=options.port, shutdown_timeout=options.shutdown_timeout, **options.server)
     numbers = itertools.count()
     try:
-        sys.exit(run(lambda: load(options, next(numbers)), config))
+        sys.exit(lifecycle.run(lambda: load(options, next(numbers)), config))
     except RuntimeError as error:
         sys.exit(f"error: {error}")
 
