@@ -83,7 +83,8 @@ class TuningConfig:
             memory.
         row_bytes: of a weight's row that a step fetches. Half of the most leaves room for more stages.
         clustered: whether the blocks that share k are a cluster. Others wait for each other by a counter in memory, so that
-            all blocks of the kernel must find room at once; but these can be as many as there are multiprocessors.
+            all blocks of the kernel must find room at once; but these can be as many as there are multiprocessors. (Two such
+            kernels at once would wait for each other's room: a step's products come one after the other.)
     """
 
     split: int
