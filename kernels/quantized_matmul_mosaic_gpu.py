@@ -41,6 +41,7 @@ from jaxserve.kernels.decode_matmul_finish import (
     rank_rows,
 )
 from jaxserve.kernels.int4 import unpack_int4
+from jaxserve.kernels.quantized_matmul_choice import choose_config
 from jaxserve.kernels.quantized_matmul_multiply import multiply, role, tile_outputs
 from jaxserve.kernels.quantized_matmul_plan import (
     MULTIPROCESSORS,
@@ -48,7 +49,6 @@ from jaxserve.kernels.quantized_matmul_plan import (
     X_DTYPES,
     Problem,
     TuningConfig,
-    choose_config,
     form_of,
 )
 from jaxserve.kernels.quantized_matmul_widen import INT4_EXPONENT, INT8_EXPONENT

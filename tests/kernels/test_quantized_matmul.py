@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels.quantized_matmul import quantized_matmul, quantized_matmul_swiglu
+from jaxserve.kernels.quantized_matmul_choice import choose_config
 from jaxserve.kernels.quantized_matmul_mosaic_gpu import quantized_matmul_mosaic_gpu
 from jaxserve.kernels.quantized_matmul_plan import (
     Problem,
     TuningConfig,
     block_k,
-    choose_config,
     misfit,
     unsupported_reason,
 )
