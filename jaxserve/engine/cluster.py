@@ -63,6 +63,8 @@ class Leader:
         """Raises:
         ClusterError: a host is gone.
         """
+        if self.loss is not None:  # it says why before its end of the connection is closed
+            raise self.loss
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
