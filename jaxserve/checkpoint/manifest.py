@@ -18,6 +18,7 @@ from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import read_json
 from jaxserve.config import ModelConfig
 from jaxserve.json_fields import from_json
+from jaxserve.models.params import param_specs
 
 MANIFEST_FILE = "jaxserve.json"
 FORMAT_VERSION = 3
@@ -105,6 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
         # Before a list of them is made: a number costs nothing.
         if manifest.model_config.num_layers > len(manifest.arrays):
             raise ValueError(f"num_layers={manifest.model_config.num_layers} of {len(manifest.arrays)} arrays")
+        param_specs(manifest.model_config)  # raises where sizes go into no arrays
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error}): convert the model again") from error
     quantization = manifest.model_config.quantization

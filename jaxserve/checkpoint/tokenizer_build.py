@@ -173,11 +173,16 @@ def _add_tokens(tokenizer: Tokenizer, pieces: Sequence[str], kinds: Sequence[Pie
 
 
 def _add_beyond(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> None:
-    for token in added:
+    """Raises ValueError if a token is one already, or empty: it would be passed over, and all after it get lower ids."""
+    first = tokenizer.get_vocab_size()
+    for token_id, token in enumerate(added, start=first):
         if token.special:
             tokenizer.add_special_tokens([token])
         else:
             tokenizer.add_tokens([token])
+        if (found := tokenizer.token_to_id(token.content)) != token_id:
+            one = "is none" if found is None else f"is the token {found} already"
+            raise ValueError(f"the added token {token_id}, {token.content!r}, {one}: give it another text")
 
 
 def _put_first(tokenizer: Tokenizer, bos: tuple[str, int] | None) -> None:

@@ -114,3 +114,15 @@ def places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [above] * bool(above and value is not None) + [
         place for key, part in parts for place in places(part, (*above, key))
     ]
+
+
+def test_sizes_that_no_arrays_have_are_told_with_the_file(folder: Path) -> None:
+    edited(folder, ("model_config", "quantization"), {"format": "int4", "group_size": 128})
+    edited(folder, ("model_config", "intermediate_size"), 3)
+    code, output = run("inspect", folder)
+    assert code != 0
+    told = " ".join(output.split())
+    assert (
+        "jaxserve.json is damaged (3 inputs cannot be cut into int4 groups" in told
+        and "convert the model again" in told
+    )

@@ -128,6 +128,14 @@ def test_a_damaged_file_of_added_tokens_is_told(listed: Any, told: str, tmp_path
         read_hf_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(("text", "told"), [("<unk>", "'<unk>', is the token 0 already"), ("", "'', is none")])
+def test_an_added_token_that_would_shift_those_after_it_is_refused(text: str, told: str, tmp_path: Path) -> None:
+    shutil.copytree(ADDED_TOKENS, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({text: 500, "<after>": 501}))
+    with pytest.raises(CheckpointError, match=f"the added token 500, {told}"):
+        read_hf_tokenizer(tmp_path)
+
+
 def test_the_two_formats_of_one_name_are_told_apart() -> None:
     assert is_tiktoken(FOLDER / "tiktoken" / "tokenizer.model")
     assert not is_tiktoken(FOLDER / "sentencepiece_first" / "tokenizer.model")

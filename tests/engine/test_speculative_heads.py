@@ -159,9 +159,7 @@ def engine(request: pytest.FixtureRequest, target: LlamaParams, texts: list[Text
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "eagle":
             patch.setattr(SpeculativePrograms, "fewest_rows", 8)  # as on a GPU
-        # The features of three depths come from the whole pass as one program, as on a GPU.
-        layerwise = request.param != "eagle3"
-        with lean_engine(config, heads[request.param](), params=target, layerwise=layerwise) as engine:
+        with lean_engine(config, heads[request.param](), params=target) as engine:
             yield engine
 
 
@@ -200,16 +198,22 @@ def test_nothing_is_compiled_while_heads_draft(engine: EngineClient) -> None:
     assert not events
 
 
-def test_a_step_writes_what_it_gives_over_what_the_step_before_gave(engine: EngineClient) -> None:
+def test_a_whole_pass_writes_what_it_gives_over_what_the_step_before_gave(
+    target: LlamaParams, texts: list[Text]
+) -> None:
     """Features and drafts too: XLA changes the launch graph of a program for each array that moves."""
-    runner = engine._loop._runner
-    assert runner._speculator is not None
-    drafting = list(runner._speculator._draft.values())
-    whole = [] if runner._layerwise else [executor.programs[0] for executor in runner._forward.values()]
-    assert drafting
-    for program in drafting + whole:
-        memory = program.memory_analysis()
-        assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= 16 * program.out_tree.num_leaves  # pointers
+    config, [text, *_] = SpeculativeConfig("eagle3", DRAFTS, model="of the test"), texts
+    with lean_engine(config, eagle3_head(target, texts), params=target, layerwise=False) as engine:
+        prompt = text.tokens[: text.num_known].tolist()
+        assert ask(engine, prompt, greedy(max_tokens=LENGTH - len(prompt))) == text.tokens[text.num_known :].tolist()
+        stats, runner = engine.stats().speculative, engine._loop._runner
+        assert stats is not None and stats.num_accepted_tokens > 0
+        assert runner._speculator is not None
+        programs = list(runner._speculator._draft.values())
+        programs += [executor.programs[0] for executor in runner._forward.values()]
+        for program in programs:
+            use = program.memory_analysis()
+            assert use.output_size_in_bytes - use.alias_size_in_bytes <= 16 * program.out_tree.num_leaves  # pointers
 
 
 def test_a_head_of_another_model_is_refused_with_both_numbers() -> None:
