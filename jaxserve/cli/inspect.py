@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from jaxserve.checkpoint.inspection import DeviceMemory, Inspection
     from jaxserve.config import ModelConfig
 
+_SERVED_WITH = {  # which dtype `jaxserve serve` takes where none is asked for
+    "bfloat16": " (serve's on a GPU; on a CPU it takes --dtype float32)",
+    "float32": " (serve's on a CPU; on a GPU it takes --dtype bfloat16)",
+}
+
 
 def inspect(
     model: Annotated[
@@ -35,7 +40,10 @@ def inspect(
     ] = 1,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],
-        typer.Option(help="That it would run with: of weights that are not quantized, and of the KV cache."),
+        typer.Option(
+            help="That it would run with: of weights that are not quantized, and of the KV cache. `jaxserve serve` takes "
+            "bfloat16 on a GPU and float32 on a CPU; this asks no device."
+        ),
     ] = "bfloat16",
     quantization: QuantizationName = None,
     verbose: Verbose = 0,
@@ -122,7 +130,8 @@ def describe_memory(
     quantization: of the weights in the device, by name; None: none.
     """
     yield ""
-    held = dtype if quantization is None else f"{dtype}, weights {quantization}"
+    weights = "" if quantization is None else f", weights {quantization}"
+    held = f"{dtype}{weights}{_SERVED_WITH.get(dtype, '')}"
     yield f"memory of each device, --tensor-parallel-size {tensor_parallel_size}, {held}"
     yield f"  weights: {memory.weights:,} ({amount_text(memory.weights, 'B')})"
     per_token = memory.kv_cache_per_token

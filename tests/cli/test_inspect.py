@@ -58,12 +58,21 @@ def test_an_architecture_of_a_file_and_what_is_wrong_with_one(tmp_path: Path) ->
 
 def test_a_checkpoint_tells_what_it_holds_and_what_an_engine_would(tiny_model_dir: Path) -> None:
     code, plain = inspect(str(tiny_model_dir))
-    assert code == 0 and "huggingface" in plain and "bfloat16\n" in plain
+    assert code == 0 and "huggingface" in plain and "--tensor-parallel-size 1, bfloat16 (" in plain
     code, quantized = inspect(str(tiny_model_dir), "--quantization", "int8")
     assert code == 0 and "--tensor-parallel-size 1, bfloat16, weights int8" in quantized
     assert line_of(quantized, "all ") == line_of(plain, "all ")  # of the files
     held = [int(line_of(each, "weights: ").split()[1].replace(",", "")) for each in (plain, quantized)]
     assert 0.5 < held[1] / held[0] < 0.9
+
+
+def test_the_dtype_is_told_with_where_serve_takes_it(tiny_model_dir: Path) -> None:
+    code, of_a_gpu = inspect(str(tiny_model_dir))
+    assert code == 0
+    assert line_of(of_a_gpu, "memory of").endswith("bfloat16 (serve's on a GPU; on a CPU it takes --dtype float32)")
+    code, of_a_cpu = inspect(str(tiny_model_dir), "--dtype", "float32")
+    assert code == 0
+    assert line_of(of_a_cpu, "memory of").endswith("float32 (serve's on a CPU; on a GPU it takes --dtype bfloat16)")
 
 
 @pytest.mark.parametrize("model", [source.DEFAULT_MODEL, "hf:some/model"])
