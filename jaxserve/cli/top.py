@@ -22,7 +22,8 @@ from jaxserve.cli.logs import configure_logging
 from jaxserve.cli.options import Verbose
 from jaxserve.cli.top_numbers import Reading, mean_ms, parse_metrics, quantile_ms, rate, sparkline
 
-WINDOW_SECONDS = 10.0  # that times are taken over
+WINDOW_SECONDS = 10.0  # that times are taken over, where there are readings of as long
+_START = Reading(0.0, {}, {})  # of a server that has not answered anything
 _KEPT = 120  # readings
 _TIMES = (  # title, histogram, digits
     ("TTFT", "time_to_first_token_seconds", 0),
@@ -34,7 +35,9 @@ _TIMES = (  # title, histogram, digits
 def top(
     url: Annotated[str, typer.Argument(metavar="URL", help="Of a server.")] = "http://127.0.0.1:8000",
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Between readings.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one reading's numbers and leave.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the numbers, times since the server's start, and leave.")
+    ] = False,
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY", envvar="JAXSERVE_API_KEY", help="Key that the server wants.")
     ] = None,
@@ -51,7 +54,7 @@ def top(
         if once or not sys.stdout.isatty():
             first = read()
             time.sleep(interval)
-            Console().print(screen([first, read()], root))
+            Console().print(screen([first, read()], root, since_start=True))
             return
         try:
             watch(read, root, interval)
@@ -92,11 +95,19 @@ def watch(read: Callable[[], Reading], root: str, interval: float) -> None:
                 live.update(Group(screen(readings, root), Text(str(error), style="red")), refresh=True)
 
 
-def screen(history: Iterable[Reading], root: str) -> Panel:
-    """What is shown of the readings, oldest first."""
+def screen(history: Iterable[Reading], root: str, *, since_start: bool = False) -> Panel:
+    """What is shown of the readings, oldest first.
+
+    Args:
+        since_start: have times of all answers, as for who looks once and may come long after the last one.
+    """
     readings = list(history)
     now = readings[-1]
-    before = next((one for one in readings if now.time - one.time <= WINDOW_SECONDS), readings[0])
+    before, window = _START, "since the start"
+    if len(readings) > 1 and not since_start:
+        before = next((one for one in readings[:-1] if now.time - one.time <= WINDOW_SECONDS), readings[-2])
+        seconds = now.time - before.time
+        window = f"over the last {seconds:.{0 if seconds >= 1 else 1}f} s"
     last = readings[-2] if len(readings) > 1 else now
     values = now.values
     speeds = [rate("generation_tokens_total", *pair) for pair in pairwise(readings)]
@@ -119,12 +130,12 @@ def screen(history: Iterable[Reading], root: str) -> Panel:
     if "host_gap" in values:
         table.add_row("host gap", f"{values['host_gap']:.1%}", "of the time with work, since the start")
     table.add_row("preemptions", f"{values.get('num_preemptions_total', 0):.0f}", "since the start")
-    ended = f"{values.get('request_success_total', 0):.0f}"
+    ended = round(values.get("request_success_total", 0))
     uptime = f", up {values['uptime_seconds'] / 60:.0f} min" if "uptime_seconds" in values else ""
     title = " · ".join(part for part in (now.labels.get("model"), now.labels.get("device"), root) if part)
     return Panel(
         table,
         title=title,
-        subtitle=f"{ended} answers{uptime}; times over the last {WINDOW_SECONDS:.0f} s",
+        subtitle=f"{ended} answer{'s' if ended != 1 else ''}{uptime}; times {window}",
         expand=False,
     )

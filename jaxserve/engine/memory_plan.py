@@ -94,10 +94,11 @@ class MemoryPlan:
         """Lines of text."""
         limits = self.limits
         tokens = limits.num_pages * limits.page_size
+        at_once = f"{limits.max_num_seqs:,} sequence{'s' if limits.max_num_seqs != 1 else ''} at once"
         rows = [
             ("weights", self.use.weights, ""),
             ("KV pages", self.use.kv_cache, f"{limits.num_pages:,} of {limits.page_size} tokens"),
-            ("slots", self.use.slots, f"{limits.max_num_seqs:,} sequences at once"),
+            ("slots", self.use.slots, at_once),
             ("work space", self.use.work_space + self.use.results, "of the largest step, activations included"),
         ]
         if self.use.staging:

@@ -82,14 +82,30 @@ def test_a_row_of_blocks_follows_the_values() -> None:
     assert sparkline(range(100), 3).endswith("█")
 
 
-def test_the_screen_shows_what_a_person_asks_for() -> None:
+def shown(*readings: Reading, since_start: bool = False) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(
-        screen([reading(10.0, tokens=1000), reading(11.0, tokens=1640, fast=64, slow=64, total=0.32)], "http://x")
-    )
-    text = console.export_text()
+    console.print(screen(readings, "http://x", since_start=since_start))
+    return console.export_text()
+
+
+def test_the_screen_shows_what_a_person_asks_for() -> None:
+    text = shown(reading(10.0, tokens=1000), reading(11.0, tokens=1640, fast=64, slow=64, total=0.32))
     for part in ("llama · NVIDIA H100 80GB HBM3 · http://x", "streams", "640", "5.0 ms", "25%", "7 answers"):
         assert part in text, text
+
+
+def test_times_are_over_the_time_that_is_told() -> None:
+    quiet = [reading(10.0 + second, fast=64, slow=64, total=0.32) for second in range(30)]
+    assert "5.0 ms" in shown(*quiet[-2:], since_start=True) and "times since the start" in shown(quiet[-1])
+    assert "5.0 ms" not in shown(*quiet) and "times over the last 10 s" in shown(*quiet)
+    assert "times over the last 3 s" in shown(*quiet[:4])
+    busy = reading(60.0, fast=128, slow=128, total=0.96)  # read less often than the window is long
+    assert "10.0 ms" in shown(quiet[0], busy) and "times over the last 50 s" in shown(quiet[0], busy)
+
+
+def test_one_answer_is_not_told_as_several() -> None:
+    one = parse_metrics('jaxserve:request_success_total{finished_reason="stop"} 1.0\n', 1.0)
+    assert "1 answer;" in shown(one)
 
 
 def test_against_a_real_server() -> None:
@@ -114,7 +130,7 @@ def test_against_a_real_server() -> None:
         runner = CliRunner()
         done = runner.invoke(build_app(), ["top", url, "--once", "--interval", "0.1", "--api-key", "secret"])
         assert done.exit_code == 0, done.output
-        assert "streams" in done.output and "fake-model" in done.output
+        assert "streams" in done.output and "fake-model" in done.output and "since the start" in done.output
         several = {"JAXSERVE_API_KEY": "secret another"}
         done = runner.invoke(build_app(), ["top", url, "--once", "--interval", "0.1"], env=several)
         assert done.exit_code == 0, done.output

@@ -57,6 +57,11 @@ def test_the_table_says_where_it_goes_and_what_it_is_good_for() -> None:
     ]
 
 
+def test_one_sequence_is_not_told_as_several() -> None:
+    alone = dataclasses.replace(PLAN, limits=make_limits(seqs=1, page_size=16, pages=25_600, max_len=8192))
+    assert "slots            0.10  1 sequence at once" in alone.table().splitlines()
+
+
 def test_what_fits_is_told_when_it_does_not() -> None:
     PLAN.check()
     tight = dataclasses.replace(PLAN, usable=60 * GIB)
