@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from jaxserve.bench.client_processes import ProcessTarget, make_client
@@ -70,11 +71,10 @@ def measure_endpoint(
     try:
         if folder is not None:
             write_environment(folder, environment)
-        summaries, results = run_loads(target, options, judge=_as_it_is, on_summary=on_summary, folder=folder)
+        keep = partial(write_one_file, output, environment) if output is not None and folder is None else None
+        summaries, _ = run_loads(target, options, judge=_as_it_is, on_summary=on_summary, folder=folder, keep=keep)
     finally:
         target.close()
-    if output is not None and folder is None:
-        write_one_file(output, environment, summaries, results)
     return "\n".join([f"{model} at {endpoint.root}, times in ms", format_table(summaries)])
 
 

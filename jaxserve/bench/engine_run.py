@@ -24,7 +24,7 @@ from jaxserve.bench.floor import (
 )
 from jaxserve.bench.in_process import InProcessTarget
 from jaxserve.bench.records import RunResult, Summary
-from jaxserve.bench.run import BenchOptions, run_loads
+from jaxserve.bench.run import BenchOptions, Keep, run_loads
 from jaxserve.bench.workload import Prompts, Workload
 from jaxserve.config import EngineConfig
 from jaxserve.engine import replicas
@@ -89,11 +89,16 @@ def measure_engine(
     temperature: float,
     on_summary: Callable[[Summary], None],
     folder: Path | None = None,
+    keep: Keep | None = None,
 ) -> tuple[list[Summary], dict[str, list[RunResult]]]:
     """Runs the loads on an engine in this process, with floor, MBU and MFU beside each.
 
+    Args:
+        folder, keep: as for `run_loads`.
+
     Raises:
         ValueError: a workload that is text, or that does not fit the model.
+        LoadTimeoutError, RuntimeError: as `run_loads`.
     """
     if options.workload.needs_text:
         raise ValueError(f"workload {options.workload.name!r} is sent as text: give --endpoint, or --http")
@@ -105,7 +110,7 @@ def measure_engine(
     gc.collect()
     gc.freeze()
     try:
-        return run_loads(target, options, judge=judge, on_summary=on_summary, folder=folder)
+        return run_loads(target, options, judge=judge, on_summary=on_summary, folder=folder, keep=keep)
     finally:
         gc.unfreeze()
 

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from jaxserve.bench.engine_run import MeasuredEngine, judge_of
-from jaxserve.bench.floor import Ceiling
-from jaxserve.bench.records import Summary, format_table
-from jaxserve.bench.results import write_environment
+from jaxserve.bench.model_run import Measured
+from jaxserve.bench.records import RunResult, Summary, format_table
+from jaxserve.bench.results import one_object, write_environment, write_one_file
 from jaxserve.bench.run import BenchOptions, run_loads
 from jaxserve.config import ServerConfig
 from jaxserve.engine.remote_engine import RemoteEngine
@@ -37,23 +36,25 @@ def check_packages(client: str = "own") -> None:
 def compare_over_http(
     engine: MeasuredEngine,
     options: BenchOptions,
-    in_process: Sequence[Summary],
+    in_process: Measured,
     *,
-    ceiling: Ceiling,
     temperature: float,
     client: str,
     client_processes: int,
-    environment: dict[str, Any],
     on_summary: Callable[[Summary], None],
     folder: Path | None,
+    file: Path | None = None,
 ) -> str:
     """Runs the same loads over HTTP, and returns their table and what differs from the figures taken in process.
 
     Args:
         engine: the one that was measured in process, or one like it in a process of its own.
+        folder: a folder `http` in it gets the figures.
+        file: gets those of both.
 
     Raises:
         RuntimeError: a package is missing, or no request was answered.
+        LoadTimeoutError: a load took too long.
     """
     check_packages(client)
     # Here and not at the top: they need what `check_packages` looks for, and a run in process does not.
@@ -64,27 +65,39 @@ def compare_over_http(
     options = replace(options, workload=options.workload.fitting(engine.max_model_len))
     form = "chat" if options.workload.needs_text else "token-ids"
     vocabulary = engine.model_config.vocab_size
+    environment = {
+        **in_process.environment,
+        "name": f"{in_process.environment['name']} over HTTP",
+        "transport": "http",
+        "client": client,
+        "engine_process": isinstance(engine, RemoteEngine),
+    }
+
+    def keep(summaries: Sequence[Summary], results: dict[str, list[RunResult]]) -> None:
+        if file is not None:
+            http = one_object(environment, summaries, results)
+            write_one_file(file, in_process.environment, in_process.summaries, in_process.results, http=http)
+
     with serving(engine) as url:
         endpoint = EndpointOptions(url=url, model="bench", form=form, temperature=temperature)
         prompts = Prompts(vocabulary, longest=options.workload.longest)
         target = ProcessTarget(endpoint, prompts, client=client, processes=client_processes, warms_up=True)
         try:
             if folder is not None:
-                name = f"{environment['name']} over HTTP"
-                transport = {"transport": "http", "client": client, "engine_process": isinstance(engine, RemoteEngine)}
-                write_environment(folder / "http", {**environment, "name": name, **transport})
+                write_environment(folder / "http", environment)
             summaries, _ = run_loads(
                 target,
                 options,
-                judge=judge_of(engine, options.workload, ceiling),
+                judge=judge_of(engine, options.workload, in_process.ceiling),
                 on_summary=on_summary,
                 folder=None if folder is None else folder / "http",
+                keep=keep,
             )
         finally:
             target.close()
     place = "one like it in a process of its own" if isinstance(engine, RemoteEngine) else "in the server's process"
     head = f"the same engine over HTTP ({place}), {client} client in {client_processes} processes, times in ms"
-    return "\n".join([head, format_table(summaries), *differences(in_process, summaries)])
+    return "\n".join([head, format_table(summaries), *differences(in_process.summaries, summaries)])
 
 
 def differences(in_process: Sequence[Summary], over_http: Sequence[Summary]) -> list[str]:

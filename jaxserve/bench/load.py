@@ -19,6 +19,10 @@ _POISSON_SECONDS = 30.0  # a rate is held for about so long where no number of r
 _SNAPSHOT_SECONDS = 0.25
 
 
+class LoadTimeoutError(TimeoutError):
+    """A load, or another measurement, took longer than it may; the message says which, and what helps."""
+
+
 class Target(Protocol):
     """What requests are sent to."""
 
@@ -84,7 +88,7 @@ class LoadRun:
         """Sends everything and waits for it.
 
         Raises:
-            TimeoutError: if it takes longer than `timeout` seconds.
+            LoadTimeoutError: if it takes longer than `timeout` seconds.
             Exception: what the target raised at a request that it does not take.
         """
         busy_before, tokens_before = self._target.busy_times(), self._target.output_tokens()
@@ -101,8 +105,12 @@ class LoadRun:
         if self._failure is not None:
             raise self._failure
         if not finished:
-            raise TimeoutError(
-                f"{self._num_recorded} of {self._num_requests} requests ended within {timeout:g} s at {self._load.label}"
+            # Under a load that is held so many requests run at once: to measure fewer than these is of little help.
+            held = self._load.value if self._load.kind == "concurrency" else 1
+            fewer = ", or measure fewer (--num-requests)" if self._num_requests > held else ""
+            raise LoadTimeoutError(
+                f"{self._num_recorded} of {self._num_requests} requests ended within {timeout:g} s {self._load.words}: "
+                f"raise --timeout{fewer}"
             )
         gap = None
         if busy_before is not None and busy_after is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.engine_run import ceiling_of, engine_environment, measure_engine
 from jaxserve.bench.floor import Ceiling
 from jaxserve.bench.records import RunResult, Summary
-from jaxserve.bench.results import write_environment
+from jaxserve.bench.results import write_environment, write_one_file
 from jaxserve.bench.run import BenchOptions
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.replicas import ReplicatedEngine
@@ -24,6 +25,7 @@ class ModelRun:
         name: what charts call it.
         command: that asked for it.
         folder: where it is written to; None: nowhere.
+        file: one file for all of it in place of that.
         loads_in_process: whether the loads are run; not where they can only be sent as text.
     """
 
@@ -34,6 +36,7 @@ class ModelRun:
     temperature: float
     on_summary: Callable[[Summary], None]
     folder: Path | None
+    file: Path | None = None
     loads_in_process: bool = True
 
 
@@ -49,7 +52,7 @@ def measure(engine: EngineClient | ReplicatedEngine, run: ModelRun) -> Measured:
     """Measures the device and then the engine, which this process must have.
 
     Raises:
-        ValueError: as `measure_engine`.
+        ValueError, LoadTimeoutError, RuntimeError: as `measure_engine`.
     """
     ceiling = ceiling_of(engine)
     environment = engine_environment(engine, ceiling, model=run.model, name=run.name, command=run.command)
@@ -66,5 +69,6 @@ def measure(engine: EngineClient | ReplicatedEngine, run: ModelRun) -> Measured:
         temperature=run.temperature,
         on_summary=run.on_summary,
         folder=run.folder,
+        keep=None if run.file is None else partial(write_one_file, run.file, environment),
     )
     return Measured(environment, ceiling, summaries, results)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxserve.bench.floor import Ceiling, attended_tokens
 from jaxserve.bench.in_process import InProcessTarget
+from jaxserve.bench.load import LoadTimeoutError
 from jaxserve.bench.records import RequestRecord
 from jaxserve.bench.workload import Prompts
 from jaxserve.bench.workload_files import Task
@@ -123,7 +124,7 @@ def profile_decode(
 
     Raises:
         ValueError: the engine has no room for them.
-        TimeoutError: it takes longer than `timeout` seconds.
+        LoadTimeoutError: it takes longer than `timeout` seconds.
     """
     check_room(
         concurrency, context + num_steps, max_num_seqs=engine.config.max_num_seqs, max_model_len=engine.max_model_len
@@ -138,7 +139,11 @@ def profile_decode(
             target.start(record.index, task, start_again)
 
     before = engine.stats().generation_tokens
-    deadline = time.monotonic() + timeout
+    deadline = _Deadline(
+        time.monotonic() + timeout,
+        f"{concurrency} sequences from {context} tokens on did not get through {num_steps} steps within {timeout:g} s: ask "
+        "for less (--concurrency, --context, --steps)",
+    )
     with jax.profiler.trace(str(folder), create_perfetto_trace=True, profiler_options=_options()):
         for index in range(concurrency):
             target.start(index, task, start_again)
@@ -183,10 +188,21 @@ def _options() -> jax.profiler.ProfileOptions:
     return options
 
 
-def _wait(condition: Callable[[], bool], deadline: float) -> None:
+@dataclass(frozen=True)
+class _Deadline:
+    """Attributes:
+    moment: of `time.monotonic`.
+    message: what is told once it has passed.
+    """
+
+    moment: float
+    message: str
+
+
+def _wait(condition: Callable[[], bool], deadline: _Deadline) -> None:
     while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the engine did not get through the window in time")
+        if time.monotonic() > deadline.moment:
+            raise LoadTimeoutError(deadline.message)
         time.sleep(0.001)
 
 

@@ -179,14 +179,30 @@ def write_load(folder: Path, summary: Summary, runs: list[RunResult]) -> None:
 
 
 def write_one_file(
-    path: Path, environment: dict[str, Any], summaries: Sequence[Summary], results: dict[str, list[RunResult]]
+    path: Path,
+    environment: dict[str, Any],
+    summaries: Sequence[Summary],
+    results: dict[str, list[RunResult]],
+    *,
+    http: dict[str, Any] | None = None,
 ) -> None:
-    """Everything as one JSON file: what was measured, the figures, each request."""
+    """Everything as one JSON file: what was measured, the figures, each request.
+
+    Args:
+        http: `one_object` of the same measured over HTTP, where it was; it lies under "http", as a folder's does.
+    """
+    data = one_object(environment, summaries, results)
+    _write(path, json.dumps(data if http is None else {**data, "http": http}, indent=1, default=str))
+
+
+def one_object(
+    environment: dict[str, Any], summaries: Sequence[Summary], results: dict[str, list[RunResult]]
+) -> dict[str, Any]:
+    """One run for a file that holds it all."""
     requests = {
         load: [record.to_json() for result in runs for record in result.records] for load, runs in results.items()
     }
-    data = {**environment, "summaries": [summary.to_json() for summary in summaries], "requests": requests}
-    _write(path, json.dumps(data, indent=1, default=str))
+    return {**environment, "summaries": [summary.to_json() for summary in summaries], "requests": requests}
 
 
 def read_series(folder: Path) -> Series:

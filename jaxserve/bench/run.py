@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxserve.bench.load import LoadRun, Target, num_measured
+from jaxserve.bench.load import LoadRun, LoadTimeoutError, Target, num_measured
 from jaxserve.bench.records import Load, RunResult, Summary, summarize
 from jaxserve.bench.results import is_done, read_series, write_load
 from jaxserve.bench.workload import Workload
@@ -49,6 +49,7 @@ class BenchOptions:
 
 
 Judge = Callable[[Summary, Sequence[RunResult]], Summary]  # adds what only the engine's own configuration tells
+Keep = Callable[[Sequence[Summary], dict[str, list[RunResult]]], None]
 
 
 def run_loads(
@@ -58,15 +59,24 @@ def run_loads(
     judge: Judge,
     on_summary: Callable[[Summary], None],
     folder: Path | None = None,
+    keep: Keep | None = None,
 ) -> tuple[list[Summary], dict[str, list[RunResult]]]:
     """Measures each load in turn, after one short unmeasured run.
 
     Args:
         folder: where each load's files are written as soon as it is done; loads that are done there are taken as they are.
+        keep: is given all that was measured so far, each time that a load is done.
+
+    Raises:
+        LoadTimeoutError: a load took longer than `options.timeout`.
+        RuntimeError: no request of a load was answered.
     """
     done = {} if folder is None else _done_before(folder, options.loads)
     if len(done) < len(options.loads):
-        LoadRun(target, options.workload, Load("concurrency", 2), 2).run(options.timeout)
+        try:
+            LoadRun(target, options.workload, Load("concurrency", 2), 2).run(options.timeout)
+        except LoadTimeoutError as error:
+            raise LoadTimeoutError(f"the short run before the first load: {error}") from error
     summaries: list[Summary] = []
     results: dict[str, list[RunResult]] = {}
     for load in options.loads:
@@ -82,11 +92,13 @@ def run_loads(
             result = LoadRun(target, options.workload, load, count, seed=number).run(options.timeout)
             runs.append(_with_round(result, number))
         summary = judge(summarize(load, runs), runs)
-        if folder is not None:
-            write_load(folder, summary, runs)
-        on_summary(summary)
         summaries.append(summary)
         results[load.label] = runs
+        if folder is not None:
+            write_load(folder, summary, runs)
+        if keep is not None:
+            keep(summaries, results)
+        on_summary(summary)
     return summaries, results
 
 

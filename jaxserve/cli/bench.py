@@ -181,7 +181,7 @@ def measure_model(
     from jaxserve.bench.in_own_process import measure_in_own_process, start_remote_engine
     from jaxserve.bench.model_run import ModelRun, measure
     from jaxserve.bench.records import format_table
-    from jaxserve.bench.results import make_folder, write_one_file
+    from jaxserve.bench.results import make_folder
     from jaxserve.engine.engine_process import ProcessSetup
     from jaxserve.engine.process_choice import has_own_process
 
@@ -189,9 +189,11 @@ def measure_model(
         check_packages(http_client)  # before minutes of compiling
     config, folder = engine_config(settings), make_folder(output)
     only_over_http = http_client is not None and bench_options.workload.needs_text
+    file = output if folder is None else None
     run = ModelRun(
-        model, name or model, _command(), bench_options, temperature, show, folder, loads_in_process=not only_over_http
-    )
+        model, name or model, _command(), bench_options, temperature, show, folder, file,
+        loads_in_process=not only_over_http,
+    )  # fmt: skip
     setup = ProcessSetup(partial(configure_logging, verbose), progress_on)
     engine = None
     try:
@@ -202,23 +204,20 @@ def measure_model(
         else:
             engine = start_engine(model, config, progress_on())
             measured = measure(engine, run)
-        environment, summaries = measured.environment, measured.summaries
         parts = []
         if not only_over_http:
-            parts += [f"{model}, {environment['device']}, in process, times in ms", format_table(summaries)]
+            device = measured.environment["device"]
+            parts += [f"{model}, {device}, in process, times in ms", format_table(measured.summaries)]
         if http_client is not None:
             parts.append(
                 compare_over_http(
-                    engine, bench_options, summaries, ceiling=measured.ceiling, temperature=temperature,
-                    client=http_client, client_processes=client_processes, environment=environment, on_summary=show,
-                    folder=folder,
+                    engine, bench_options, measured, temperature=temperature, client=http_client,
+                    client_processes=client_processes, on_summary=show, folder=folder, file=file,
                 )
             )  # fmt: skip
     finally:
         if engine is not None:
             engine.shutdown()
-    if output is not None and folder is None:
-        write_one_file(output, environment, summaries, measured.results)
     return "\n".join(parts)
 
 

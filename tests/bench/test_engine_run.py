@@ -32,7 +32,7 @@ from jaxserve.bench.floor import (
     weight_bytes_per_step,
 )
 from jaxserve.bench.http_comparison import check_packages, compare_over_http, differences
-from jaxserve.bench.records import Load, RequestRecord, RunResult, summarize
+from jaxserve.bench.records import Load, RequestRecord, RunResult, Summary, summarize
 from jaxserve.bench.results import find_series, read_series, write_environment, write_one_file
 from jaxserve.bench.run import BenchOptions
 from jaxserve.bench.workload import load_workload
@@ -263,18 +263,25 @@ def test_over_http_the_same_engine_gives_whole_answers_and_a_difference(tmp_path
         )
     options = replace(FIXED, loads=LOADS[1:2])
     try:
-        summaries, _ = measure_engine(
+        summaries, results = measure_engine(
             engine, options, ceiling=CEILING, temperature=0.0, on_summary=lambda summary: None
         )
+        measured = model_run.Measured({"name": "tiny"}, CEILING, summaries, results)
         text = compare_over_http(
-            engine, options, summaries, ceiling=CEILING, temperature=0.0, client="own", client_processes=1,
-            environment={"name": "tiny"}, on_summary=lambda summary: None, folder=tmp_path,
+            engine, options, measured, temperature=0.0, client="own", client_processes=1,
+            on_summary=lambda summary: None, folder=tmp_path, file=tmp_path / "all.json",
         )  # fmt: skip
     finally:
         engine.shutdown()
     records = read_series(tmp_path / "http").points[0].records
     assert [record.output_tokens for record in records] == [12] * 4
     assert text.splitlines()[-1].startswith("over HTTP at 2: TPOT ")
+    both = json.loads((tmp_path / "all.json").read_text())
+    assert both["name"] == "tiny" and both["http"]["name"] == "tiny over HTTP" and both["http"]["transport"] == "http"
+    for part in (both, both["http"]):
+        assert [Summary.from_json(summary).load for summary in part["summaries"]] == [LOADS[1]]
+        assert [record["output_tokens"] for record in part["requests"]["2"]] == [12] * 4
+    assert both["summaries"][0] == summaries[0].to_json() != both["http"]["summaries"][0]
 
 
 def _written(folder: Path, config: ModelConfig) -> str:

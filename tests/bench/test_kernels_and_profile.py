@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from jaxserve.bench.floor import Ceiling
 from jaxserve.bench.kernel_cases import kernel_cases
 from jaxserve.bench.kernels import KernelTime, format_kernels, time_kernel
+from jaxserve.bench.load import LoadTimeoutError
 from jaxserve.bench.profile import (
     KernelEvent,
     Window,
@@ -227,6 +228,9 @@ def test_a_decode_window_of_a_running_engine_is_traced(tmp_path: Path) -> None:
         window = profile_decode(engine, concurrency=2, context=20, num_steps=3, folder=tmp_path)
         with pytest.raises(ValueError, match="do not fit"):
             profile_decode(engine, concurrency=3, context=20, num_steps=3, folder=tmp_path)
+        late = "2 sequences from 20 tokens on did not get through 3 steps within 0 s: ask for less"
+        with pytest.raises(LoadTimeoutError, match=late):
+            profile_decode(engine, concurrency=2, context=20, num_steps=3, folder=tmp_path / "late", timeout=0.0)
     assert window.num_steps >= 3
     assert 20 < window.context < 128
     assert list(tmp_path.rglob("perfetto_trace.json.gz"))

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.bench.load import LoadRun, num_measured
+from jaxserve.bench.load import LoadRun, LoadTimeoutError, num_measured
 from jaxserve.bench.records import Load, RunResult
-from jaxserve.bench.run import wait_until_idle
+from jaxserve.bench.run import BenchOptions, run_loads, wait_until_idle
 from jaxserve.bench.workload import Workload, load_workload
 from jaxserve.bench.workload_files import Task
 from tests.bench.fake_target import FakeTarget
@@ -84,9 +84,19 @@ def test_a_trace_is_sent_at_its_own_times_only_faster() -> None:
 
 def test_a_run_that_takes_too_long_says_how_far_it_came() -> None:
     target = FakeTarget()
-    with pytest.raises(TimeoutError, match=r"0 of 2 requests ended within 0.01 s at 2"):
-        LoadRun(target, FIXED, Load("concurrency", 2), 2).run(0.01)
+    message = (
+        r"0 of 3 requests ended within 0.01 s with 2 requests in flight: raise --timeout, or measure fewer \(--num-req"
+    )
+    with pytest.raises(LoadTimeoutError, match=message):
+        LoadRun(target, FIXED, Load("concurrency", 2), 3).run(0.01)
     assert target.stopped
+
+
+def test_what_precedes_the_loads_is_told_apart_from_them() -> None:
+    options = BenchOptions(FIXED, (Load("concurrency", 8),), timeout=0.01)
+    message = r"the short run before the first load: 0 of 2 requests ended within 0.01 s .*: raise --timeout$"
+    with pytest.raises(LoadTimeoutError, match=message):
+        run_loads(FakeTarget(), options, judge=lambda summary, runs: summary, on_summary=lambda summary: None)
 
 
 def test_what_the_target_raises_ends_the_run() -> None:

@@ -32,6 +32,24 @@ def test_a_model_alone_means_the_command_run(tmp_path: Path) -> None:
     assert set(json.loads((tmp_path / "out.json").read_text())["requests"]) == {"1", "2"}
 
 
+def test_what_was_measured_before_a_load_that_takes_too_long_is_in_the_file(tmp_path: Path) -> None:
+    model, output = tmp_path / "tiny.json", tmp_path / "out.json"
+    model.write_text(json.dumps(MODEL_CONFIG.to_json()))
+    arguments = ["--workload", "fixed:8/6", "--concurrency", "1", "--request-rate", "1e-6", "--num-requests", "2",
+                 "--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--timeout", "3", "--output",
+                 str(output)]  # fmt: skip
+    with few_programs("full"):
+        code, said = bench(str(model), *arguments)
+    assert code == 1
+    last = said.splitlines()[-1]
+    assert last.startswith(
+        "jaxserve: error: 1 of 2 requests ended within 3 s at 1e-06 requests a second: raise --timeout"
+    )
+    kept = json.loads(output.read_text())
+    assert [summary["load"] for summary in kept["summaries"]] == ["1"] and len(kept["requests"]["1"]) == 2
+    assert kept["workload"] == "fixed:8/6"
+
+
 @pytest.mark.long  # two engines are built, each in a process of its own
 def test_over_http_the_engine_may_have_a_process_of_its_own(tmp_path: Path) -> None:
     pytest.importorskip("starlette")
