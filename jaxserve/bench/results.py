@@ -89,13 +89,17 @@ class Series:
         return [point for point in self.points if point.summary.load.kind == kind]
 
 
-def make_folder(output: Path | None) -> Path | None:
+def make_folder(output: Path | None, *, model: str | None = None) -> Path | None:
     """The folder to write to, or None where one file or nothing is to be written.
 
     It is made here, and a file's own folder too: what stands in the way is told before anything is measured.
 
+    Args:
+        model: that is measured, as the user calls it; None: an endpoint.
+
     Raises:
         OSError: it cannot be.
+        ValueError: the file exists, and was not written by `write_one_file`.
     """
     if output is None:
         return None
@@ -103,9 +107,28 @@ def make_folder(output: Path | None) -> Path | None:
         if output.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(output))
         output.parent.mkdir(parents=True, exist_ok=True)
+        _check_replaceable(output, model)
         return None
     output.mkdir(parents=True, exist_ok=True)
     return output
+
+
+def _check_replaceable(file: Path, model: str | None) -> None:
+    """Raises:
+    ValueError: there is a file that is not of `write_one_file`.
+    """
+    if not file.exists():
+        return
+    if model is not None and (path := Path(model).expanduser()).exists() and path.samefile(file):
+        raise ValueError(f"--output {file} is the model's own file: give another name")
+    try:
+        known = read_json(file)
+    except ValueError:
+        known = {}
+    if not (isinstance(known.get("summaries"), list) and isinstance(known.get("requests"), dict)):
+        raise ValueError(
+            f"--output {file} exists and is no file that `jaxserve bench` wrote: give another name, or remove it"
+        )
 
 
 @contextmanager

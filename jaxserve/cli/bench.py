@@ -187,7 +187,7 @@ def measure_model(
 
     if http_client is not None:
         check_packages(http_client)  # before minutes of compiling
-    config, folder = engine_config(settings), make_folder(output)
+    config, folder = engine_config(settings), make_folder(output, model=model)
     only_over_http = http_client is not None and bench_options.workload.needs_text
     file = output if folder is None else None
     run = ModelRun(

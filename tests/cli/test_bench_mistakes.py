@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxserve.bench import sweep as sweep_module
+from jaxserve.bench.results import make_folder, write_one_file
 from jaxserve.cli import bench as bench_cli
 from jaxserve.cli import profile as profile_cli
 from jaxserve.cli.main import build_app
@@ -167,6 +168,32 @@ def test_an_output_that_a_run_cannot_write(tmp_path: Path, monkeypatch: pytest.M
         assert f"File exists: {file}" in refusal("bench", *model, "--output", str(file))
         assert f"Is a directory: {folder}" in refusal("bench", *model, "--output", str(folder))
         assert f"File exists: {file}" in refusal("bench", *model, "--output", str(file / "x.json"))
+
+
+def test_an_output_that_would_replace_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # as above
+    monkeypatch.setattr("jaxserve.bench.engine_run.start_engine", lambda *_: pytest.fail("it was not refused at once"))
+    model, figures, damaged = (tmp_path / name for name in ("tiny.json", "figures.json", "damaged.json"))
+    model.write_text(json.dumps(MODEL_CONFIG.to_json()))
+    figures.write_text(json.dumps({"verdict": "", "parallelism": [], "runs": []}))  # a report's
+    damaged.write_text('{"summaries": [')
+    before = {path: path.read_text() for path in (model, figures, damaged)}
+    monkeypatch.chdir(tmp_path)
+    asked = ["run", str(model), "--workload", "fixed:8/6"]
+    said = refusal("bench", *asked, "--output", "tiny.json")
+    assert said == "jaxserve: error: --output tiny.json is the model's own file: give another name\n"
+    for path in (figures, damaged, model):
+        remedy = f"--output {path} exists and is no file that `jaxserve bench` wrote: give another name, or remove it"
+        assert remedy in refusal("bench", "run", "--endpoint", "http://127.0.0.1:9", "--output", str(path))
+        if path != model:
+            assert remedy in refusal("bench", *asked, "--output", str(path))
+    assert {path: path.read_text() for path in before} == before
+
+
+def test_an_older_result_may_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_one_file(path, {"name": "before"}, [], {})
+    assert make_folder(path, model=str(tmp_path)) is None
 
 
 def test_json_that_is_nested_too_deeply(tmp_path: Path) -> None:
