@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import platform
 import shlex
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.bench.floor import (
     Ceiling,
@@ -23,7 +25,7 @@ from jaxserve.bench.floor import (
     weight_bytes_per_step,
 )
 from jaxserve.bench.in_process import InProcessTarget
-from jaxserve.bench.records import RunResult, Summary
+from jaxserve.bench.records import RunResult, Summary, decoding_of_held
 from jaxserve.bench.run import BenchOptions, Keep, run_loads
 from jaxserve.bench.workload import Prompts, Workload
 from jaxserve.config import EngineConfig
@@ -124,6 +126,7 @@ def judge_of(
 
     def judge(summary: Summary, runs: Sequence[RunResult]) -> Summary:
         replicas = num_devices // config.tensor_parallel_size
+        running = _running(summary, runs, config)
         # With drafts a step gives a sequence several tokens: what it takes at least is no floor of the time for one.
         floor = (
             None
@@ -132,7 +135,7 @@ def judge_of(
                 model,
                 jnp.dtype(config.dtype),
                 engine.device_kind,
-                batch=summary.mean_running / replicas,
+                batch=running / replicas,
                 context=workload.mean_context,
                 num_devices=config.tensor_parallel_size,
                 bandwidth=ceiling.bandwidth,
@@ -145,6 +148,7 @@ def judge_of(
         rate = tokens * operations_per_token(model, workload.mean_context)
         return dataclasses.replace(
             summary,
+            mean_running=running,
             floor_ms=floor,
             ttft_floor_ms=_prompt_floor(prompts / max(1, sum(len(run.records) for run in runs))),
             compute_utilization=rate / (ceiling.matrix_rate * num_devices),
@@ -158,6 +162,16 @@ def judge_of(
         return prompt_floor_ms(model, dtype, ceiling, tokens=tokens, num_devices=config.tensor_parallel_size)
 
     return judge
+
+
+def _running(summary: Summary, runs: Sequence[RunResult], config: EngineConfig) -> float:
+    """`mean_running` of what the engine's slots hold: what else is in flight waits, and is in no step."""
+    running, load = summary.mean_running, summary.load
+    if config.static_batching and load.kind == "concurrency":
+        # Slots of those that have ended stay empty until all of the batch have; one always runs.
+        answered = [[record for record in run.records if record.error is None] for run in runs]
+        running = max(1.0, float(np.median([decoding_of_held(part, load) for part in answered if part])))
+    return min(running, (config.max_num_seqs or math.inf) * config.data_parallel_size)
 
 
 def ceiling_of(engine: EngineClient | ReplicatedEngine) -> Ceiling:

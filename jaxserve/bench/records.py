@@ -155,7 +155,8 @@ class Summary:
 
     Attributes:
         num_requests: with a whole answer.
-        mean_running: requests that were decoding, averaged over the time.
+        mean_running: requests that ran at once, averaged over the time; where a load is held and the engine's slots are not
+            known, all that were in flight.
         floor_ms: least time of a step that memory bandwidth allows, None where the bandwidth is not known.
         ttft_floor_ms: least time of a prompt of mean length, alone, that bandwidth and matrix rate allow.
         compute_utilization: MFU: share of the device's measured matrix rate that prompts and answers needed.
@@ -251,11 +252,20 @@ def first_failure(records: Sequence[RequestRecord]) -> str | None:
 
 
 def mean_running(records: Sequence[RequestRecord], load: Load) -> float:
-    """Requests that were decoding at once, on average: what was held, or by Little's law."""
+    """Requests that ran at once, on average: as many as were held in flight, if all of them had a slot, or those that were
+    decoding, by Little's law.
+    """
     if load.kind == "concurrency":
         return load.value
     span = max(record.last_token for record in records) - min(record.submitted for record in records)
     return sum(record.last_token - record.first_token for record in records) / span if span else 0.0
+
+
+def decoding_of_held(records: Sequence[RequestRecord], load: Load) -> float:
+    """Requests that were decoding at once, on average, of those that a load holds in flight: the others wait."""
+    in_flight = sum(record.last_token - record.submitted for record in records)
+    decoding = sum(record.last_token - record.first_token for record in records)
+    return load.value * decoding / in_flight if in_flight else 0.0
 
 
 def _median_statistics(rounds: list[list[float]]) -> dict[str, float]:

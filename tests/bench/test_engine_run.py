@@ -185,6 +185,41 @@ def test_floor_and_compute_are_judged_for_what_ran(engine: EngineClient) -> None
     )
 
 
+@pytest.mark.parametrize(("replicas", "in_flight", "running"), [(1, 2, 2), (1, 400, 2), (2, 3, 3), (2, 400, 4)])
+def test_the_floor_is_of_the_requests_that_have_a_slot(
+    engine: EngineClient, replicas: int, in_flight: int, running: int
+) -> None:
+    config = replace(engine.config, data_parallel_size=replicas)  # with two slots each
+    run = RunResult([RequestRecord(10, 12, 0.0, 0.1, 1.2, index=index) for index in range(4)], 1.2, 48.0)
+    summary = judged(engine, config, Load("concurrency", in_flight), run)
+    assert summary.mean_running == running
+    assert summary.floor_ms == pytest.approx(floor_of(running / replicas))
+
+
+@pytest.mark.parametrize(("in_flight", "running"), [(1, 1), (2, 1.5), (400, 2)])
+def test_under_static_batching_those_that_wait_for_a_batch_to_end_count_for_nothing(
+    engine: EngineClient, in_flight: int, running: float
+) -> None:
+    config = replace(engine.config, static_batching=True)
+    # Two at a time: one decodes all the time, one half of it and waits as long.
+    records = [RequestRecord(10, 12, 0.0, 0.0, 1.0), RequestRecord(10, 7, 0.0, 0.5, 1.0)]
+    summary = judged(engine, config, Load("concurrency", in_flight), RunResult(records, 1.0, 19.0))
+    assert summary.mean_running == running
+    assert summary.floor_ms == pytest.approx(floor_of(running))
+
+
+def judged(engine: EngineClient, config: EngineConfig, load: Load, run: RunResult) -> Summary:
+    measured = SimpleNamespace(config=config, model_config=engine.model_config, device_kind=engine.device_kind)
+    judge = judge_of(measured, load_workload("fixed:10/12"), CEILING)  # pyright: ignore[reportArgumentType]
+    return judge(summarize(load, [run]), [run])
+
+
+def floor_of(batch: float) -> float | None:
+    return step_floor_ms(
+        MODEL_CONFIG, jnp.dtype(jnp.float32), "cpu", batch=batch, context=16, num_devices=1, bandwidth=1e9
+    )
+
+
 @pytest.mark.parametrize("caches", [False, True])
 def test_a_prompt_has_a_floor_where_all_of_it_is_computed(engine: EngineClient, caches: bool) -> None:
     measured = SimpleNamespace(
