@@ -18,6 +18,7 @@ from jaxserve.checkpoint.tensor_source import BFLOAT16
 from jaxserve.checkpoint.token_ids import check_token_ids
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, error_line
 from jaxserve.checkpoint.trusted_files import has_entry
+from jaxserve.models.presets import preset_config
 from jaxserve.template_sandbox import SandboxedTemplate, TemplateLimits
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ def open_model(path: Path, dtype: str = "auto") -> Iterator[OpenModel]:
             "back of it; `jaxserve serve --quantization` quantizes it as it is loaded"
         )
     if path.is_file():
+        _refuse_json(path)
         from jaxserve.checkpoint.gguf_model import open_gguf  # here: its library is only for such files
 
         opened = open_gguf(path, DTYPES[dtype])
@@ -71,6 +73,30 @@ def open_model(path: Path, dtype: str = "auto") -> Iterator[OpenModel]:
         check_token_ids(model.assembler.config, model.tokenizer, str(path))
         _warn_of_template(model.tokenizer, path)
         yield model
+
+
+def architecture_error(model: str) -> CheckpointError:
+    """For what has a model's sizes and no weights, named where weights are wanted."""
+    return CheckpointError(
+        f"{model} is an architecture, without weights: random weights are for `jaxserve bench` and `jaxserve profile` only; "
+        "give a folder with weights or a GGUF file"
+    )
+
+
+def _refuse_json(path: Path) -> None:
+    """Raises CheckpointError for a file that is called JSON, unless it is a GGUF file all the same."""
+    if path.suffix != ".json":
+        return
+    with path.open("rb") as file:
+        if file.read(4) == b"GGUF":
+            return
+    try:
+        preset_config(str(path))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is JSON, and holds no weights: give the folder that does, or a GGUF file"
+        ) from error
+    raise architecture_error(str(path))
 
 
 def _warn_of_template(tokenizer: TokenizerFiles | None, path: Path) -> None:

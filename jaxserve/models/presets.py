@@ -7,6 +7,12 @@ from pathlib import Path
 
 from jaxserve.config import ModelConfig, RopeScaling
 
+_HUGGING_FACE_KEYS = (
+    "architectures",
+    "model_type",
+    "num_hidden_layers",
+)  # of its config.json, and not of `ModelConfig`
+
 
 def _presets() -> dict[str, ModelConfig]:
     return {
@@ -64,7 +70,13 @@ def preset_config(name: str) -> ModelConfig:
         return presets[name]
     if _is_json_file(name):
         try:
-            return ModelConfig.from_json(json.loads(Path(name).read_text()))
+            data = json.loads(Path(name).read_text())
+            if isinstance(data, dict) and any(key in data for key in _HUGGING_FACE_KEYS):
+                raise ValueError(
+                    "it looks like a Hugging Face config: give the folder that holds its weights, or a JSON file with "
+                    "ModelConfig's fields"
+                )
+            return ModelConfig.from_json(data)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} does not describe a model: {error}") from error
     raise ValueError(f"no architecture is called {name!r}: use one of {sorted(presets)}, or a JSON file")

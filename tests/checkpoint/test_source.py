@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import logging
 import runpy
 import sys
@@ -27,6 +28,7 @@ from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.progress import NoProgress
 from tests.checkpoint.files import write_gguf
 from tests.checkpoint.index_server import PackageIndex, serving
+from tests.tiny_engine import MODEL_CONFIG
 from tests.tiny_model import TINY_CONFIG, random_weights, write_tiny_llama
 
 NAME = "tiny-known"
@@ -354,3 +356,21 @@ def test_warnings_reach_the_log(home: Path, tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         resolve_model(str(folder), NoProgress())
     assert "no tokenizer" in caplog.text
+
+
+def test_an_architecture_is_told_as_one_that_has_no_weights(home: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(MODEL_CONFIG.to_json()))
+    random = "random weights are for `jaxserve bench` and `jaxserve profile` only"
+    for model in (str(path), "llama-3-8b"):
+        with pytest.raises(CheckpointError, match=rf"{model}.* is an architecture, without weights.*{random}"):
+            resolve_model(model, NoProgress())
+    for text in ((tiny_model_dir / "config.json").read_text(), '{"vocab_size": 64}', "[1]", "{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=rf"{path} is JSON, and holds no weights: give the folder that does"):
+            resolve_model(str(path), NoProgress())
+
+
+def test_weights_may_lie_in_a_file_of_any_name(home: Path, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", random_weights(TINY_CONFIG, 0))
+    assert is_converted(resolve_model(str(path.rename(tmp_path / "tiny.json")), NoProgress()))

@@ -208,6 +208,16 @@ def test_json_that_is_nested_too_deeply(tmp_path: Path) -> None:
         assert f"{option} '[[" in refusal("bench", *arguments, option, deep)
 
 
+def test_a_config_as_hugging_face_has_it_is_told_as_such(tiny_model_dir: Path) -> None:
+    path = tiny_model_dir / "config.json"
+    message = (
+        f"{path} does not describe a model: it looks like a Hugging Face config: give the folder that holds its weights, or "
+        "a JSON file with ModelConfig's fields"
+    )
+    for command in (["bench"], ["bench", "sweep", "--model"], ["bench", "kernels"], ["inspect"]):
+        assert message in refusal(*command, str(path))
+
+
 def test_a_folder_counts_before_an_architecture_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `jaxserve serve` and `jaxserve inspect` take it."""
     from jaxserve.models.presets import is_preset
