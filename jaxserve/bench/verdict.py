@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxserve.bench.records import Summary
-from jaxserve.bench.results import Point, Series
+from jaxserve.bench.results import Series
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,15 @@ class Candidate:
 def verdict(series: Sequence[Series], slo_tpot_ms: float) -> str:
     """The best point under the goal (mean TPOT), by output tokens a second for each device, and the next configuration.
 
-    Points with failed requests do not count, and are named: whoever answers few has time for them.
+    Points with failed requests do not count, and are named: whoever answers few has time for them. Static batching does not
+    count either, and is named with what it gives.
     """
-    left_out = failed_requests([replace(part, points=_judged(part)) for part in series])
-    told = _best(series, slo_tpot_ms)
-    return f"{told} Left out, since requests failed: {left_out}." if left_out else told
+    judged = [part for part in series if not _is_static(part)]
+    told = [_best(judged, slo_tpot_ms)]
+    if left_out := failed_requests(judged):
+        told.append(f"Left out, since requests failed: {left_out}.")
+    told += [_of_static(part, slo_tpot_ms) for part in series if _is_static(part)]
+    return " ".join(told)
 
 
 def failed_requests(series: Sequence[Series]) -> str:
@@ -52,18 +56,34 @@ def _failures(part: Series) -> str | None:
     return f"{part.name} at {', '.join(loads)}{reason}"
 
 
-def _judged(part: Series) -> list[Point]:
-    # Static batching is there to be looked at: its tokens come fast since nobody is let in, and who waits is not asked.
-    return [] if part.setting("static_batching") else part.points
+def _is_static(part: Series) -> bool:
+    return bool(part.setting("static_batching"))
+
+
+def _of_static(part: Series, slo_tpot_ms: float) -> str:
+    """Static batching is there to be looked at: its tokens come fast since nobody is let in, and who waits is not asked."""
+    good = [candidate for candidate in _candidates([part]) if candidate.tpot <= slo_tpot_ms]
+    best = max(good, key=lambda candidate: candidate.per_device, default=None)
+    figures = (
+        ""
+        if best is None
+        else f" (under the goal at most {best.per_device:,.0f} output tokens a second for each device, "
+        f"{best.summary.load.words}, TTFT {best.summary.ttft_ms['mean']:.0f} ms)"
+    )
+    return f"Not judged, since static batching has whoever comes wait for a whole batch: {part.name}{figures}."
+
+
+def _candidates(series: Sequence[Series]) -> list[Candidate]:
+    return [
+        Candidate(part, point.summary)
+        for part in series
+        for point in part.points
+        if point.summary.tpot_ms["mean"] and not point.summary.num_failed
+    ]
 
 
 def _best(series: Sequence[Series], slo_tpot_ms: float) -> str:
-    candidates = [
-        Candidate(part, point.summary)
-        for part in series
-        for point in _judged(part)
-        if point.summary.tpot_ms["mean"] and not point.summary.num_failed
-    ]
+    candidates = _candidates(series)
     if not candidates:
         return "There is no load to judge."
     good = [candidate for candidate in candidates if candidate.tpot <= slo_tpot_ms]

@@ -32,11 +32,18 @@ def test_a_goal_that_nobody_meets_is_told_with_the_fastest(tmp_path: Path) -> No
     )
 
 
-def test_static_batching_is_no_configuration_to_choose(tmp_path: Path) -> None:
+def test_static_batching_is_no_configuration_to_choose_and_is_named_with_what_it_gives(tmp_path: Path) -> None:
+    """Else whoever asked for it reads a best configuration that the table beside it contradicts."""
     plain = series_of(tmp_path, "TP1", tpot_ms=5.0)
     static = series_of(tmp_path, "TP1 static", tpot_ms=1.0, settings={"static_batching": True})
-    assert "best configuration is TP1 with" in verdict([static, plain], 20.0)
-    assert verdict([static], 20.0) == "There is no load to judge."
+    text = verdict([static, plain], 20.0)
+    assert "best configuration is TP1 with" in text and "the next" not in text
+    assert (
+        "Not judged, since static batching has whoever comes wait for a whole batch: TP1 static (under the goal" in text
+    )
+    assert "13,223 output tokens a second for each device, with 64 requests in flight" in text
+    alone = verdict([static], 0.5)
+    assert alone.startswith("There is no load to judge. Not judged") and alone.endswith(": TP1 static.")
 
 
 def test_a_server_that_refuses_most_requests_does_not_win(tmp_path: Path) -> None:
