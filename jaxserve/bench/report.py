@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 
 from jaxserve.bench import charts, charts_choices
 from jaxserve.bench.charts import Chart
+from jaxserve.bench.failures import find_failures
 from jaxserve.bench.parallelism import comparisons
 from jaxserve.bench.results import Series, find_series
 from jaxserve.bench.verdict import verdict
@@ -55,20 +57,21 @@ code { font-size: .8rem; overflow-wrap: anywhere; }
 
 def build_report(folder: Path, *, title: str, slo_tpot_ms: float | None) -> str:
     """Writes summary.json, charts/*.svg and *.png, and report.html, and returns what they say in words, a sentence a line:
-    the verdict, where there is a goal, and what tensor and data parallelism give, where there are figures of both.
+    the verdict, where there is a goal, what tensor and data parallelism give, where there are figures of both, and which
+    configurations failed as a whole, and why.
 
     Raises:
-        ValueError: there is no finished run in the folder.
+        ValueError: there is no finished run in the folder, or a file is not what was written there.
     """
     series = sorted(find_series(folder), key=_order)
     words = "" if slo_tpot_ms is None else verdict(series, slo_tpot_ms)
     compared = [str(comparison) for comparison in comparisons(series)]
+    failed = find_failures(folder)
     drawn = draw_charts(series, folder / "charts")
     data = [{**part.environment, "summaries": [point.summary.to_json() for point in part.points]} for part in series]
-    (folder / "summary.json").write_text(
-        json.dumps({"verdict": words, "parallelism": compared, "runs": data}, indent=1)
-    )
-    said = [words, *compared] if words else compared
+    told = {"verdict": words, "parallelism": compared, "failed": [asdict(each) for each in failed], "runs": data}
+    (folder / "summary.json").write_text(json.dumps(told, indent=1))
+    said = [*([words] if words else []), *compared, *map(str, failed)]
     (folder / "report.html").write_text(_page(title, series, said, drawn), encoding="utf-8")
     return "\n".join(said)
 

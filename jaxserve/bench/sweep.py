@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.endpoint_url import split_url
+from jaxserve.bench.failures import Failure, exit_reason, forget_failure, write_failure
 from jaxserve.bench.json_files import read_json
 from jaxserve.bench.process_group import run_in_group
 from jaxserve.bench.records import Load
@@ -120,7 +122,7 @@ class Outcome:
     """What a sweep did not do.
 
     Attributes:
-        failed: names of the configurations that failed; what they said is on stderr.
+        failed: names of the configurations that failed; what they said is on stderr, and why in their folders.
         unfinished: of those that there was no time for, or not enough.
     """
 
@@ -174,19 +176,33 @@ def _run(
             continue
         tell(f"{configuration.name} ({number} of {len(configurations)})")
         command = [sys.executable, "-m", "jaxserve", "bench", "run", *configuration.arguments, *arguments]
-        command += ["--name", configuration.name, "--output", str(runs)]
+        forget_failure(runs)
         try:
-            code = run_in_group(
-                command, environment=environment_for(configuration), timeout=left, stdout=subprocess.DEVNULL
-            )
+            code, reason = _measure(command, configuration, runs, left)
         except subprocess.TimeoutExpired:
             unfinished.append(configuration.name)
             tell(f"{configuration.name}: ended after {left:.0f} s, since time was up")
             continue
         if code:
             failed.append(configuration.name)
+            write_failure(runs, Failure(configuration.name, reason))
             tell(f"{configuration.name}: failed with exit code {code}")
     return Outcome(tuple(failed), tuple(unfinished))
+
+
+def _measure(command: list[str], configuration: Configuration, runs: Path, timeout: float | None) -> tuple[int, str]:
+    """Runs `bench run`; its exit code, and why it failed where it did.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "failure"  # and not its stderr, which stays the terminal's
+        told = ["--failure-file", str(path), "--name", configuration.name, "--output", str(runs)]
+        code = run_in_group(
+            [*command, *told], environment=environment_for(configuration), timeout=timeout, stdout=subprocess.DEVNULL
+        )
+        return code, path.read_text() if path.is_file() else exit_reason(code)
 
 
 @dataclass(frozen=True)

@@ -86,11 +86,12 @@ def run(
     device: DeviceName = "auto",
     output: options.OutputFolder = None,
     name: Annotated[str | None, typer.Option(metavar="TEXT", help="What charts call this run.")] = None,
+    failure_file: Annotated[Path | None, typer.Option(hidden=True, help="For why it failed: a sweep reads it.")] = None,
     verbose: Verbose = 0,
 ) -> None:
     """Measure an engine in this process, or any OpenAI endpoint, at some loads."""
     configure_logging(verbose)
-    with reported_errors(verbose):
+    with reported_errors(verbose, failure_file):
         from jaxserve.bench.model_check import check_model
         from jaxserve.bench.run import BenchOptions
         from jaxserve.bench.workload import load_workload

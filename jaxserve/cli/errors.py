@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -15,10 +16,13 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 @contextmanager
-def reported_errors(verbose: int) -> Iterator[None]:
+def reported_errors(verbose: int, failure_file: Path | None = None) -> Iterator[None]:
     """Runs a command's body; a failure with a message for people ends the program with that line.
 
     Errors that no class below foresees are bugs: they keep their traceback. With -v, all errors do.
+
+    Args:
+        failure_file: where the line, or what a traceback would end with, is written for whoever started this program.
     """
     try:
         yield
@@ -32,6 +36,8 @@ def reported_errors(verbose: int) -> Iterator[None]:
         raise typer.Exit(EXIT_FAILURE) from None
     except Exception as error:
         message = describe(error)
+        if failure_file is not None:
+            failure_file.write_text(message or f"{type(error).__name__}: {one_line(str(error))}")
         if message is None:
             raise
         if verbose:

@@ -111,6 +111,42 @@ def test_a_sweep_goes_on_where_it_stopped_and_past_what_fails(tmp_path: Path, co
     assert len(commands) == 3
 
 
+def test_a_configuration_that_failed_stands_in_the_report_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in one that is drawn anew, until the configuration is tried again."""
+    pytest.importorskip("matplotlib")
+    codes = {"TP2": 1, "TP4": -9}
+
+    def run(command: list[str], **options: object) -> int:
+        name = command[command.index("--name") + 1]
+        if codes.get(name) == 1:
+            Path(command[command.index("--failure-file") + 1]).write_text("cannot reach <it>")
+        return codes.get(name, 0)
+
+    monkeypatch.setattr("jaxserve.bench.sweep.run_in_group", run)
+    write_run(tmp_path, "TP1", loads=LOADS[:1])
+    study = ["sweep", "--model", "llama-3-8b", "--tensor-parallel-size", "1,2,4", "--concurrency", "1"]
+    code, output = command(*study, "--output", str(tmp_path))
+    assert code == 1 and "TP2 failed: cannot reach <it>." in output
+    for _ in range(2):
+        page = (tmp_path / "report.html").read_text()
+        assert "TP2 failed: cannot reach &lt;it&gt;." in page and "TP4 failed: ended by SIGKILL." in page
+        assert json.loads((tmp_path / "summary.json").read_text())["failed"] == [
+            {"name": "TP2", "reason": "cannot reach <it>"}, {"name": "TP4", "reason": "ended by SIGKILL"},
+        ]  # fmt: skip
+        assert "TP2 failed" in command("report", str(tmp_path))[1]
+    codes.clear()
+    command(*study, "--output", str(tmp_path))
+    assert "failed:" not in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_that_fails_leaves_its_reason_to_the_sweep_that_started_it(tmp_path: Path) -> None:
+    path = tmp_path / "reason"
+    code, output = command("run", "--endpoint", "http://127.0.0.1:9", "--failure-file", str(path))
+    assert code == 1 and path.read_text().startswith("cannot learn which model http://127.0.0.1:9 serves"), output
+
+
 def test_a_sweep_of_which_all_fails_names_what_did(tmp_path: Path, commands: list[list[str]]) -> None:
     pytest.importorskip("matplotlib")
     study = ["sweep", "--model", "llama-3-8b", "--tensor-parallel-size", "2", "--concurrency", "1"]
