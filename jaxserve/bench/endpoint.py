@@ -12,6 +12,8 @@ from jaxserve.bench.endpoint_url import split_url
 from jaxserve.bench.records import Snapshot
 from jaxserve.bench.workload import Prompts
 from jaxserve.bench.workload_files import Task
+from jaxserve.engine.draft_stats import SpeculativeStats
+from jaxserve.json_fields import from_json
 
 _SECONDS = 10.0  # for an answer that is no stream
 
@@ -118,6 +120,10 @@ class EndpointStats:
     def busy_times(self) -> tuple[float, float] | None:
         stats = self.read()
         return None if stats is None else (stats["busy_s"], stats["device_idle_s"])
+
+    def speculation(self) -> SpeculativeStats | None:
+        drafted = (self.read() or {}).get("speculative")
+        return None if drafted is None else from_json(SpeculativeStats, drafted, ignore_unknown=True)
 
     def snapshot(self, seconds: float) -> Snapshot | None:
         stats = self.read()

@@ -17,6 +17,7 @@ from jaxserve.bench.load import OnEnd
 from jaxserve.bench.records import RequestRecord, Snapshot
 from jaxserve.bench.workload import Prompts
 from jaxserve.bench.workload_files import Task
+from jaxserve.engine.draft_stats import SpeculativeStats
 
 
 class StreamClient(Protocol):
@@ -85,6 +86,9 @@ class HttpTarget:
 
     def busy_times(self) -> tuple[float, float] | None:
         return self._stats.busy_times()
+
+    def speculation(self) -> SpeculativeStats | None:
+        return self._stats.speculation()
 
     def snapshot(self, seconds: float) -> Snapshot | None:
         return self._stats.snapshot(seconds)

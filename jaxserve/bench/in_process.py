@@ -10,6 +10,7 @@ from jaxserve.bench.records import RequestRecord, Snapshot
 from jaxserve.bench.workload import Prompts
 from jaxserve.bench.workload_files import Task
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.engine.replicas import ReplicatedEngine
 from jaxserve.engine.request import RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -89,6 +90,9 @@ class InProcessTarget:
 
     def busy_times(self) -> tuple[float, float]:
         return self._engine.busy_times()
+
+    def speculation(self) -> SpeculativeStats | None:
+        return self._engine.stats().speculative
 
     def snapshot(self, seconds: float) -> Snapshot:
         stats = self._engine.stats()

@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve.bench.records import Load, RequestRecord, RunResult, Snapshot
 from jaxserve.bench.workload import Workload
 from jaxserve.bench.workload_files import Task
+from jaxserve.engine.draft_stats import SpeculativeStats
 
 OnEnd = Callable[[RequestRecord], None]
 _POISSON_SECONDS = 30.0  # a rate is held for about so long where no number of requests is given
@@ -43,6 +44,10 @@ class Target(Protocol):
 
     def busy_times(self) -> tuple[float, float] | None:
         """Seconds with work so far, and of them those in which the device waited for the host; None: not known."""
+        ...
+
+    def speculation(self) -> SpeculativeStats | None:
+        """What was drafted so far; None: nothing is, or it is not known."""
         ...
 
     def snapshot(self, seconds: float) -> Snapshot | None:
@@ -92,13 +97,14 @@ class LoadRun:
             Exception: what the target raised at a request that it does not take.
         """
         busy_before, tokens_before = self._target.busy_times(), self._target.output_tokens()
+        drafts_before = self._target.speculation()
         started = time.perf_counter()
         timeline: list[Snapshot] = []
         sender = threading.Thread(target=self._send, args=(started,), name="bench-sender", daemon=True)
         sender.start()
         finished = self._wait(started, timeout, timeline)
         tokens = self._target.output_tokens() - tokens_before
-        busy_after = self._target.busy_times()
+        busy_after, drafts_after = self._target.busy_times(), self._target.speculation()
         self._cancelled.set()
         self._target.stop()
         sender.join()
@@ -121,6 +127,7 @@ class LoadRun:
             duration=self._finished_at - started,
             output_tokens=tokens,
             host_gap=gap,
+            speculation=None if drafts_before is None or drafts_after is None else drafts_after.since(drafts_before),
             timeline=timeline,
         )
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.json_fields import from_json
 
 _STATISTICS = ("mean", "p50", "p90", "p99")
@@ -140,6 +141,8 @@ class RunResult:
         duration: seconds until the last of them had ended.
         output_tokens: generated meanwhile, for requests that are not measured as well.
         host_gap: share of the busy time in which the device waited for the host, where it is known.
+        speculation: what was drafted meanwhile, for requests that are not measured as well; None: nothing is, or it is not
+            known.
     """
 
     records: list[RequestRecord]
@@ -147,6 +150,7 @@ class RunResult:
     output_tokens: float
     host_gap: float | None = None
     timeline: list[Snapshot] = field(default_factory=list)
+    speculation: SpeculativeStats | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,7 @@ class Summary:
         itl_ms: ITL over all requests together; "worst" is the largest 99th percentile that a single request had. None where
             it was not noted.
         first_failure: why the first of the failed requests did.
+        speculation: what was drafted, over all repetitions; None: nothing is, or it is not known.
     """
 
     load: Load
@@ -178,6 +183,7 @@ class Summary:
     itl_ms: dict[str, float] | None = None
     ttft_floor_ms: float | None = None
     first_failure: str | None = None
+    speculation: SpeculativeStats | None = None
 
     @property
     def failures(self) -> str | None:
@@ -197,9 +203,17 @@ class Summary:
         """Floor over mean TPOT: the share of the device's measured bandwidth that a step uses (MBU)."""
         return self.floor_ms / self.tpot_ms["mean"] if self.floor_ms and self.tpot_ms["mean"] else None
 
+    @property
+    def drafts(self) -> str | None:
+        """What was drafted and kept, on one line; None where nothing is drafted."""
+        if self.speculation is None:
+            return None
+        return "; ".join(filter(None, (self.speculation.kept, self.speculation.kept_by_position)))
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "load": self.load.label, "load_kind": self.load.kind, "load_value": self.load.value,
-                "bandwidth_utilization": self.bandwidth_utilization}  # fmt: skip
+                "bandwidth_utilization": self.bandwidth_utilization,
+                "draft_acceptance": self.speculation and self.speculation.acceptance}  # fmt: skip
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Summary:
@@ -243,6 +257,7 @@ def summarize(load: Load, runs: Sequence[RunResult]) -> Summary:
         host_gap=float(np.median(gaps)) if gaps else None,
         itl_ms=_inter_token_statistics(answered),
         first_failure=first_failure(records),
+        speculation=SpeculativeStats.sum([run.speculation for run in runs if run.speculation is not None]),
     )
 
 
@@ -296,7 +311,7 @@ def format_table(summaries: Sequence[Summary]) -> str:
     rows: list[tuple[str, ...]] = [head, *(_table_row(summary) for summary in summaries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines += [f"at {part.load.label}: {part.failures}" for part in summaries if part.failures]
+    lines += [f"at {part.load.label}: {words}" for part in summaries for words in (part.failures, part.drafts) if words]
     return "\n".join(lines)
 
 

@@ -126,8 +126,9 @@ def _page(title: str, series: Sequence[Series], said: Sequence[str], drawn: Sequ
     )
     parts.append(f'<div class="wide">{_table(series)}</div>')
     parts += [
-        f"<p>{html.escape(f'{part.name} {point.summary.load.words}: {point.summary.failures}')}.</p>"
-        for part in series for point in part.points if point.summary.failures
+        f"<p>{html.escape(f'{part.name} {point.summary.load.words}: {words}')}.</p>"
+        for part in series for point in part.points
+        for words in (point.summary.failures, point.summary.drafts) if words
     ]  # fmt: skip
     parts += [f"<p>{html.escape(reason)}.</p>" for part in series[:_TIMELINES] if (reason := charts.no_timeline(part))]
     parts.append("<h2>How it was measured</h2>")
@@ -142,12 +143,13 @@ def _page(title: str, series: Sequence[Series], said: Sequence[str], drawn: Sequ
 
 def _table(series: Sequence[Series]) -> str:
     head = ("configuration", "load", "requests", "failed", "TPOT mean", "p90", "p99", "ITL p99", "floor", "MBU", "MFU",
-            "TTFT mean", "p90", "tok/s", "tok/s a device", "host gap")  # fmt: skip
+            "TTFT mean", "p90", "tok/s", "tok/s a device", "host gap", "drafts kept")  # fmt: skip
     rows = []
     for part in series:
         for point in part.points:
             summary = point.summary
             mbu, mfu, gap = summary.bandwidth_utilization, summary.compute_utilization, summary.host_gap
+            kept = summary.speculation.acceptance if summary.speculation else None
             rows.append((
                 part.name, summary.load.label, str(summary.num_requests), str(summary.num_failed),
                 f"{summary.tpot_ms['mean']:.2f}", f"{summary.tpot_ms['p90']:.2f}", f"{summary.tpot_ms['p99']:.2f}",
@@ -156,6 +158,7 @@ def _table(series: Sequence[Series]) -> str:
                 f"{mfu:.1%}" if mfu else "–", f"{summary.ttft_ms['mean']:.1f}", f"{summary.ttft_ms['p90']:.1f}",
                 f"{summary.output_tokens_per_second:,.0f}",
                 f"{summary.output_tokens_per_second / part.num_devices:,.0f}", f"{gap:.1%}" if gap is not None else "–",
+                f"{kept:.0%}" if kept is not None else "–",
             ))  # fmt: skip
     lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
     header = "".join(f"<th>{cell}</th>" for cell in head)

@@ -99,21 +99,8 @@ class AnswerStats:
             rate = (self.generated_tokens - 1) / self.decode_time
             lines.append(f"decode: {rate:.1f} tokens/s ({1000 / rate:.1f} ms per token)")
         if self.drafted is not None:
-            lines += _of_drafts(self.drafted)
+            lines += filter(None, (self.drafted.kept, self.drafted.kept_by_position))
         return "\n".join(lines)
-
-
-def _of_drafts(stats: SpeculativeStats) -> list[str]:
-    """The method with what was kept, and the acceptance at each place that had drafts."""
-    kept, drafted = stats.num_accepted_tokens, stats.num_draft_tokens
-    if not drafted:
-        return [f"drafts ({stats.method}): none"]
-    places = enumerate(zip(stats.accepted_per_position, stats.drafted_per_position, strict=True), 1)
-    shares = [f"{place}: {accepted / tried:.0%} of {tried}" for place, (accepted, tried) in places if tried]
-    return [
-        f"drafts ({stats.method}): {kept} of {drafted} tokens kept ({kept / drafted:.0%})",
-        f"kept by position: {', '.join(shares)}",
-    ]
 
 
 class ChatSession:

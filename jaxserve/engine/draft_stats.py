@@ -32,6 +32,26 @@ class SpeculativeStats:
     def num_accepted_tokens(self) -> int:
         return sum(self.accepted_per_position)
 
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the drafts that were kept; None where there were none."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def kept(self) -> str:
+        """The method with what was kept, in words."""
+        if self.acceptance is None:
+            return f"drafts ({self.method}): none"
+        kept, drafted = self.num_accepted_tokens, self.num_draft_tokens
+        return f"drafts ({self.method}): {kept} of {drafted} tokens kept ({self.acceptance:.0%})"
+
+    @property
+    def kept_by_position(self) -> str:
+        """The acceptance at each place that had drafts, in words; empty where there were none."""
+        places = enumerate(zip(self.accepted_per_position, self.drafted_per_position, strict=True), 1)
+        shares = [f"{place}: {accepted / tried:.0%} of {tried}" for place, (accepted, tried) in places if tried]
+        return f"kept by position: {', '.join(shares)}" if shares else ""
+
     @staticmethod
     def sum(parts: Rows[SpeculativeStats]) -> SpeculativeStats | None:
         """Of several engines with the same configuration; None: of none."""

@@ -8,6 +8,7 @@ import time
 from jaxserve.bench.load import OnEnd
 from jaxserve.bench.records import RequestRecord, Snapshot
 from jaxserve.bench.workload_files import Task
+from jaxserve.engine.draft_stats import SpeculativeStats
 
 
 class FakeTarget:
@@ -51,6 +52,11 @@ class FakeTarget:
 
     def busy_times(self) -> tuple[float, float]:
         return float(len(self.started)), len(self.started) / 4
+
+    def speculation(self) -> SpeculativeStats | None:
+        """Each request brings two drafts, of which the first is kept."""
+        count = len(self.started)
+        return SpeculativeStats("ngram", count, (count, count), (count, 0))
 
     def snapshot(self, seconds: float) -> Snapshot | None:
         return Snapshot(seconds, len(self.live), 0, 1, 2, 3, 4, 5)

@@ -97,6 +97,23 @@ def test_several_rounds_are_kept_apart(engine: EngineClient) -> None:
     assert [record.round for run in results["2"] for record in run.records] == [0] * 4 + [1] * 4 + [2] * 4
 
 
+def test_what_was_drafted_for_a_load_stands_in_its_summary(engine: EngineClient, tmp_path: Path) -> None:
+    """That of the load alone: the short run before it drafted too."""
+    assert measure(engine, replace(FIXED, loads=LOADS[:1]))[1]["1"][0].speculation is None
+    speculation = SpeculativeConfig("ngram", 2, prompt_lookup_max=2, prompt_lookup_min=1)
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, speculative_config=speculation)
+    options = replace(FIXED, workload=load_workload("fixed:40/40"), loads=LOADS[:1])
+    with tiny_engine(config, mode="greedy") as speculating:
+        environment = engine_environment(speculating, CEILING, model="tiny", name="tiny", command=["bench"])
+        write_environment(tmp_path, environment)
+        measure(speculating, options, tmp_path)
+        everything = speculating.stats().speculative
+    [point] = read_series(tmp_path).points
+    drafted = point.summary.speculation
+    assert drafted is not None and everything is not None and point.summary.drafts
+    assert 0 < drafted.num_draft_tokens < everything.num_draft_tokens and len(drafted.drafted_per_position) == 2
+
+
 def test_one_file_holds_it_all(engine: EngineClient, tmp_path: Path) -> None:
     summaries, results = measure_engine(
         engine, replace(FIXED, loads=LOADS[:1]), ceiling=CEILING, temperature=0.0, on_summary=lambda summary: None

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,10 @@ from jaxserve.bench.run import BenchOptions
 from jaxserve.bench.workload import Prompts, Workload, load_workload
 from jaxserve.bench.workload_files import Task
 from jaxserve.config import ServerConfig
+from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.server.app import create_app
 from jaxserve.version import version
-from tests.fakes import MODEL_NAME, FakeEngine, endless, fake_service
+from tests.fakes import MODEL_NAME, FakeEngine, FakeStats, endless, fake_service
 from tests.server.harness import listening
 
 pytestmark = pytest.mark.anyio
@@ -84,6 +86,22 @@ async def test_tokens_are_counted_where_a_chunk_holds_several() -> None:
         result = await asyncio.to_thread(measure, EndpointOptions(f"{url}/v1"), Load("concurrency", 2), 6)
     assert [record.output_tokens for record in result.records] == [20] * 6
     assert result.output_tokens >= 6 * 20
+
+
+async def test_what_an_endpoint_drafted_is_read_where_it_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(endless)
+    stats = engine.stats()
+
+    def drafting() -> FakeStats:
+        count = len(engine.submitted)
+        return replace(stats, speculative=SpeculativeStats("ngram", count, (count, count), (count, 0)))
+
+    async with endpoint_of(engine) as url:
+        options = EndpointOptions(url, model=MODEL_NAME)
+        assert (await asyncio.to_thread(measure, options, Load("concurrency", 1), 1)).speculation is None
+        monkeypatch.setattr(engine, "stats", drafting)
+        result = await asyncio.to_thread(measure, options, Load("concurrency", 1), 1)
+    assert result.speculation == SpeculativeStats("ngram", 1, (1, 1), (1, 0))
 
 
 async def test_what_still_runs_is_ended_with_the_run() -> None:

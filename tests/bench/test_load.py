@@ -1,5 +1,6 @@
 """When requests are sent."""
 
+import json
 import threading
 from dataclasses import replace
 
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 
 from jaxserve.bench.load import LoadRun, LoadTimeoutError, num_measured
-from jaxserve.bench.records import Load, RunResult
+from jaxserve.bench.records import Load, RunResult, Summary, format_table, summarize
 from jaxserve.bench.run import BenchOptions, run_loads, wait_until_idle
 from jaxserve.bench.workload import Workload, load_workload
 from jaxserve.bench.workload_files import Task
+from jaxserve.engine.draft_stats import SpeculativeStats
 from tests.bench.fake_target import FakeTarget
 
 FIXED = load_workload("fixed:3/5")
@@ -45,6 +47,20 @@ def test_answers_are_counted_and_the_host_gap_is_of_this_run_alone() -> None:
     result = LoadRun(target, FIXED, Load("rate", 1000.0), 8).run(10.0)
     assert result.output_tokens == 80
     assert result.host_gap == pytest.approx(0.25)
+
+
+def test_drafts_are_those_of_this_run_and_summed_over_the_rounds() -> None:
+    target = FakeTarget(at_once=True)
+    target.started = [(0, Task(1, 1), 0.0)] * 100  # what was before
+    load = Load("rate", 1000.0)
+    runs = [LoadRun(target, FIXED, load, 8).run(10.0) for _ in range(2)]
+    assert runs[1].speculation == SpeculativeStats("ngram", 8, (8, 8), (8, 0))
+    summary = summarize(load, runs)
+    assert summary.speculation == SpeculativeStats("ngram", 16, (16, 16), (16, 0))
+    assert summary.to_json()["draft_acceptance"] == 0.5
+    assert Summary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
+    line = "at 1000/s: drafts (ngram): 16 of 32 tokens kept (50%); kept by position: 1: 100% of 16, 2: 0% of 16"
+    assert format_table([summary]).splitlines()[-1] == line
 
 
 def test_a_rate_sends_at_the_same_random_times_for_the_same_seed() -> None:

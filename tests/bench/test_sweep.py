@@ -15,10 +15,11 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from jaxserve.bench.records import Load
+from jaxserve.bench.records import Load, Summary
 from jaxserve.bench.results import find_series, write_environment
 from jaxserve.bench.sweep import Configuration, Outcome, environment_for, plan, run_sweep
 from jaxserve.cli.main import build_app
+from jaxserve.engine.draft_stats import SpeculativeStats
 from tests.bench.made_up_runs import LOADS, write_run, write_sweep
 
 ONE: dict[str, Any] = {"speculative_configs": (), "static_batching": False, "endpoints": ()}
@@ -317,6 +318,22 @@ def test_the_report_is_one_file_that_needs_nothing_else(reported: Path) -> None:
     data = json.loads((reported / "summary.json").read_text())
     assert "made up, in process, jaxserve 0.1 (0123abc)" in page and "http, measured by jaxserve 0.1" in page
     assert len(data["runs"]) == 6 and data["verdict"].startswith("Under a goal of 8 ms")
+
+
+def test_the_report_tells_what_was_drafted_and_kept(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = write_run(tmp_path, "TP1", loads=LOADS[:1]) / "concurrency-1.summary.json"
+    stats = SpeculativeStats("ngram", 10, (10, 10), (9, 3))
+    summary = replace(Summary.from_json(json.loads(path.read_text())), speculation=stats)
+    path.write_text(json.dumps(summary.to_json()))
+    assert command("report", str(tmp_path))[0] == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "<th>drafts kept</th>" in page and "<td>60%</td>" in page
+    assert "TP1 with 1 request in flight: drafts (ngram): 12 of 20 tokens kept (60%)" in page
+    assert "kept by position: 1: 90% of 10, 2: 30% of 10" in page
+    [run] = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    assert run["summaries"][0]["speculation"]["accepted_per_position"] == [9, 3]
+    assert run["summaries"][0]["draft_acceptance"] == 0.6
 
 
 def test_the_report_tells_why_requests_failed(tmp_path: Path) -> None:
