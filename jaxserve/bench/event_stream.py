@@ -64,7 +64,7 @@ class AnswerReader:
             self.error = f"an event is no JSON: {payload[:100]!r} ({error})"
             return
         if not isinstance(chunk, dict) or chunk.get("error") is not None:
-            self.error = str(chunk.get("error") if isinstance(chunk, dict) else chunk)
+            self.error = error_message(chunk)
             return
         if chunk.get("usage"):
             self.count(chunk["usage"])
@@ -98,6 +98,13 @@ class AnswerReader:
     def count(self, usage: dict[str, Any]) -> None:
         """Takes in what the endpoint counted."""
         self._usage = usage
+
+
+def error_message(data: Any) -> str:
+    """What an error in OpenAI's form says; of anything else, all of it."""
+    error = data.get("error", data) if isinstance(data, dict) else data
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if message and isinstance(message, str) else str(error)
 
 
 def _listed_tokens(choice: dict[str, Any]) -> int:

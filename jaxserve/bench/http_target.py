@@ -11,13 +11,15 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from jaxserve.bench.endpoint import EndpointOptions, EndpointStats, request_of
-from jaxserve.bench.event_stream import AnswerReader
+from jaxserve.bench.event_stream import AnswerReader, error_message
 from jaxserve.bench.http_streams import StreamPool
 from jaxserve.bench.load import OnEnd
 from jaxserve.bench.records import RequestRecord, Snapshot
 from jaxserve.bench.workload import Prompts
 from jaxserve.bench.workload_files import Task
 from jaxserve.engine.draft_stats import SpeculativeStats
+
+_SHOWN_BYTES = 300  # of an answer in no form that is known
 
 
 class StreamClient(Protocol):
@@ -41,7 +43,7 @@ class OwnClient:
         except OSError as failure:
             return str(failure) or type(failure).__name__
         if response.status != 200:
-            return f"status {response.status}: {response.body[:300].decode(errors='replace')}"
+            return f"status {response.status}: {_reason(response.body)}"
         return None if reader.complete or reader.error else "the stream ended without [DONE]"
 
     async def close(self) -> None:
@@ -145,6 +147,15 @@ class HttpTarget:
                 gaps_ms=reader.gaps_ms,
             )
         )
+
+
+def _reason(body: bytes) -> str:
+    """Why a request was refused, as far as the answer tells it in a way that is known; else how the answer begins."""
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        data = None
+    return error_message(data) if isinstance(data, dict) else body[:_SHOWN_BYTES].decode(errors="replace")
 
 
 async def _awaited(closing: Awaitable[None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 
 from jaxserve.bench.endpoint import EndpointOptions
-from jaxserve.bench.event_stream import AnswerReader
+from jaxserve.bench.event_stream import AnswerReader, error_message
 
 _KNOWN = ("model", "max_tokens", "temperature", "seed", "stream_options", "response_format", "prompt", "messages")
 
@@ -34,6 +34,8 @@ class OpenAIClient:
                     reader.note(now, shows=bool(text), listed=0, ends=bool(choice.finish_reason))
                 if chunk.usage is not None:
                     reader.count(chunk.usage.model_dump())
+        except openai.APIStatusError as failure:
+            return f"status {failure.status_code}: {error_message(failure.body)}" if failure.body else str(failure)
         except openai.OpenAIError as failure:
             return str(failure)
         return None

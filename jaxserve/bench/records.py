@@ -196,7 +196,8 @@ class Summary:
     @property
     def reason(self) -> str:
         """`first_failure` on one line, as far as it is told; empty where there is none."""
-        return textwrap.shorten(self.first_failure or "", _REASON_CHARACTERS, placeholder=" …")
+        # An option's name in it is whole or not there.
+        return textwrap.shorten(self.first_failure or "", _REASON_CHARACTERS, placeholder=" …", break_on_hyphens=False)
 
     @property
     def bandwidth_utilization(self) -> float | None:

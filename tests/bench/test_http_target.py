@@ -19,7 +19,7 @@ from jaxserve.bench.endpoint_run import measure_endpoint
 from jaxserve.bench.http_streams import StreamPool
 from jaxserve.bench.http_target import HttpTarget
 from jaxserve.bench.load import LoadRun
-from jaxserve.bench.records import Load, RequestRecord, RunResult
+from jaxserve.bench.records import Load, RequestRecord, RunResult, summarize
 from jaxserve.bench.run import BenchOptions
 from jaxserve.bench.workload import Prompts, Workload, load_workload
 from jaxserve.bench.workload_files import Task
@@ -122,6 +122,18 @@ async def test_refusals_are_records_with_their_status() -> None:
     errors = [record.error for record in result.records if record.error is not None]
     assert errors and all(error.startswith("status 429") for error in errors)
     assert len(errors) < 5
+
+
+@pytest.mark.parametrize("client", ["own", "openai"])
+async def test_a_refusal_is_told_with_its_remedy_alone(client: str) -> None:
+    """Not with the JSON around it, for which the remedy at its end would be cut."""
+    if client == "openai":
+        pytest.importorskip("openai")
+    async with endpoint_of(FakeEngine(endless, max_live=1, token_delay=0.01)) as url:
+        load = Load("rate", 500.0)
+        result = await asyncio.to_thread(measure, EndpointOptions(url), load, 5, client)
+    reason = summarize(load, [result]).reason
+    assert reason.startswith("status 429: ") and "{" not in reason and reason.endswith("too many requests wait"), reason
 
 
 async def test_an_engine_that_fails_on_the_way_is_a_record_with_its_error() -> None:
@@ -272,8 +284,10 @@ def record_of(url: str) -> RequestRecord:
         (chunked(TEXT, USAGE), r"ended without \[DONE\]"),
         (chunked(TEXT, DONE), "neither usage nor tokens"),
         (chunked(USAGE, DONE), "holds no token"),
-        (chunked(b'data: {"error": {"message": "boom"}}\n\n'), "boom"),
+        (chunked(b'data: {"error": {"message": "boom"}}\n\n'), "^boom$"),
         (b"HTTP/1.1 500 Oops\r\ncontent-length: 4\r\n\r\nboom", "status 500: boom"),
+        (b'HTTP/1.1 500 Oops\r\ncontent-length: 17\r\n\r\n{"error": "boom"}', "status 500: boom$"),
+        (b"HTTP/1.1 500 Oops\r\ncontent-length: 5\r\n\r\n[500]", r"status 500: \[500\]$"),
         (b"SSH-2.0-OpenSSH\r\n\r\n", "no HTTP"),
     ],
 )
