@@ -24,6 +24,10 @@ from jaxserve.cli.options import (
 from jaxserve.device_memory import claim_device_memory
 from jaxserve.progress_display import progress_on
 
+_ATTENTION = "1x1024,8x330,8x1024,16x8192,32x1024,64x330,64x1024"
+_PREFILL = "256,1024,4096"
+_AS_FAR = "as far as the model's max_position_embeddings go"
+
 
 def profile(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for `jaxserve bench`.")],
@@ -90,10 +94,13 @@ def profile(
 def kernels(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Architecture whose shapes are timed.")] = "llama-3-8b",
     rows: Annotated[str, typer.Option(metavar="LIST", help="Of the products, norms, sums and sampling.")] = "1,16,64",
-    attention: Annotated[str, typer.Option(metavar="LIST", help="BATCHxTOKENS of decode attention.")] = (
-        "1x1024,8x330,8x1024,16x8192,32x1024,64x330,64x1024"
-    ),
-    prefill: Annotated[str, typer.Option(metavar="LIST", help="Tokens of prefill attention.")] = "256,1024,4096",
+    attention: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help=f"BATCHxTOKENS of decode attention; unset: {_ATTENTION}, {_AS_FAR}."),
+    ] = None,
+    prefill: Annotated[
+        str | None, typer.Option(metavar="LIST", help=f"Tokens of prefill attention; unset: {_PREFILL}, {_AS_FAR}.")
+    ] = None,
     page_size: Annotated[
         int, typer.Option(metavar="COUNT", callback=at_least_one, help="Tokens that a KV page holds.")
     ] = 16,
@@ -119,13 +126,16 @@ def kernels(
 
         few, many = parse_calls(calls)
         config, architecture, row_counts = EngineConfig(dtype=dtype), preset_config(model), parse_counts(rows, "--rows")
+        longest = architecture.max_position_embeddings
+        shapes = default_shapes(longest) if attention is None else parse_shapes(attention)
+        prompts = default_prompts(longest) if prefill is None else parse_counts(prefill, "--prefill")
         element = jnp.dtype(resolve_dtype(config, make_engine_mesh(config)))
         devices = jax.devices()
         mesh = make_mesh(devices, len(devices)) if len(devices) > 1 else None
         cases = kernel_cases(
-            architecture, element, rows=row_counts, attention=parse_shapes(attention), mesh=mesh,
+            architecture, element, rows=row_counts, attention=shapes, mesh=mesh,
             peers=None if mesh is None else peer_memory(architecture, mesh, element, max(row_counts)),
-            prefill=parse_counts(prefill, "--prefill"), page_size=page_size,
+            prefill=prompts, page_size=page_size,
             quantization=None if quantization is None else QuantizationConfig.named(quantization),
         )  # fmt: skip
         device = devices[0]
@@ -165,3 +175,13 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
             raise ValueError(f"--attention {text!r} must be a list of BATCHxTOKENS, such as 1x1024,8x330")
         shapes.append((int(batch), int(length)))
     return shapes
+
+
+def default_shapes(longest: int) -> list[tuple[int, int]]:
+    """Batch and tokens of decode attention for a model of so many positions at most."""
+    return list(dict.fromkeys((batch, min(length, longest)) for batch, length in parse_shapes(_ATTENTION)))
+
+
+def default_prompts(longest: int) -> list[int]:
+    """Tokens of prefill attention, likewise."""
+    return list(dict.fromkeys(min(count, longest) for count in parse_counts(_PREFILL, "--prefill")))

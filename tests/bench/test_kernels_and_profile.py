@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from jaxserve.bench.floor import Ceiling
 from jaxserve.bench.kernel_cases import kernel_cases
-from jaxserve.bench.kernels import KernelTime, format_kernels, time_kernel
+from jaxserve.bench.kernels import KernelCase, KernelTime, format_kernels, time_kernel
 from jaxserve.bench.load import LoadTimeoutError
 from jaxserve.bench.profile import (
     KernelEvent,
@@ -26,7 +27,7 @@ from jaxserve.bench.profile import (
     scope_of,
 )
 from jaxserve.cli.main import build_app
-from jaxserve.cli.profile import parse_calls, parse_shapes
+from jaxserve.cli.profile import default_prompts, default_shapes, parse_calls, parse_shapes
 from jaxserve.config import EngineConfig
 from jaxserve.models.presets import preset_config
 from jaxserve.quantization_config import QuantizationConfig
@@ -145,6 +146,33 @@ def test_what_noise_hid_is_told_as_noise(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "  product qkv 1 x 4096 x 6144: noise\n" in result.output and "nan" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("options", "shapes"),
+    [
+        ([], {"1 x 128", "8 x 128", "16 x 128", "32 x 128", "64 x 128", "128"}),
+        (["--attention", "2x300", "--prefill", "300"], {"2 x 300", "300"}),  # what is asked for is done
+    ],
+)
+def test_no_more_tokens_are_timed_unasked_than_the_model_takes(
+    options: list[str], shapes: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny one took minutes on a CPU at lengths that it never sees."""
+    timed: list[KernelCase] = []
+
+    def time_kernel(case: KernelCase, *, calls: tuple[int, int]) -> KernelTime:
+        timed.append(case)
+        return KernelTime(case, 1.0)
+
+    monkeypatch.setattr("jaxserve.bench.kernels.time_kernel", time_kernel)
+    monkeypatch.setattr("jaxserve.bench.floor.device_ceiling", lambda device: CEILING)
+    monkeypatch.setattr("jax.devices", lambda: jax.local_devices()[:1])
+    model = tmp_path / "tiny.json"
+    model.write_text(json.dumps(MODEL_CONFIG.to_json()))
+    result = CliRunner().invoke(build_app(), ["bench", "kernels", str(model), *options])
+    assert result.exit_code == 0, result.output
+    assert {case.shape for case in timed if "attention" in case.kernel} == shapes
+
+
 def event(name: str, start: float, duration: float, scope: str = "") -> KernelEvent:
     return KernelEvent(name, scope, start, duration)
 
@@ -246,6 +274,8 @@ def test_a_window_is_found_where_answers_are_shorter_than_it(tmp_path: Path) -> 
 
 
 def test_arguments() -> None:
+    assert default_shapes(8192) == [(1, 1024), (8, 330), (8, 1024), (16, 8192), (32, 1024), (64, 330), (64, 1024)]
+    assert default_prompts(8192) == [256, 1024, 4096]
     assert parse_shapes("1x1024,8x330") == [(1, 1024), (8, 330)]
     assert parse_calls("4,24") == (4, 24)
     with pytest.raises(ValueError, match="BATCHxTOKENS"):
