@@ -13,7 +13,7 @@ import jax
 from jaxserve.bench.floor import Ceiling
 
 _REPETITIONS = 7
-_ABOVE = 1.005  # shares that are shown as more than 100%
+ABOVE = 1.005  # shares that are shown as more than 100%
 
 Step = Callable[[int, jax.Array, Any], tuple[jax.Array, Any]]
 
@@ -101,7 +101,7 @@ def format_kernels(times: Sequence[KernelTime], ceiling: Ceiling) -> str:
         ).rstrip()
         for row in rows
     ]
-    if any(entry.floor(ceiling) > _ABOVE * entry.seconds for entry in times):
+    if any(entry.floor(ceiling) > ABOVE * entry.seconds for entry in times):
         lines.append(
             "above 100%: so small that a cache serves the calls, which the floor, the memory's, does not count"
         )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxserve.bench.floor import Ceiling, attended_tokens
 from jaxserve.bench.in_process import InProcessTarget
+from jaxserve.bench.kernels import ABOVE
 from jaxserve.bench.load import LoadTimeoutError
 from jaxserve.bench.records import RequestRecord
 from jaxserve.bench.workload import Prompts
@@ -299,7 +300,9 @@ def _num_bytes(weight: Any, dtype: jnp.dtype) -> int:
 
 
 def format_window(window: Window, floors: dict[str, float], *, most: int) -> str:
-    """Where the time of a step went: by paragraph with its floor, and by kernel."""
+    """Where the time of a step went: by paragraph with its floor, and by kernel. A line under the paragraphs says where they
+    add up to more than the time in which kernels ran, and another why shares are above 100%.
+    """
     lines = [
         f"{window.num_steps} steps in {window.seconds * 1e3:.1f} ms: {window.seconds / window.num_steps * 1e3:.3f} ms a "
         f"step, {len(window.events) / window.num_steps:.0f} kernels a step, host gap {window.host_gap:.1%}",
@@ -316,6 +319,17 @@ def format_window(window: Window, floors: dict[str, float], *, most: int) -> str
         lines.append(f"{seconds * 1e6:10.1f}  {floor:>8}  {share:>6}  {scope}")
     total = sum(seconds for _, (seconds, _) in by_scope)
     lines.append(f"{total * 1e6:10.1f}  {whole * 1e6:8.1f}  {whole / total if total else 0:6.0%}  all")
+    busy = busy_seconds(window.events) / window.num_steps
+    if total > ABOVE * busy:
+        lines.append(
+            f"kernels overlap, or one holds others, as a loop does: of a step some kernel ran in {busy * 1e6:.1f} us, and "
+            f"their times add up to {total * 1e6:.1f} us"
+        )
+    if any(floors.get(scope, 0.0) > ABOVE * seconds for scope, (seconds, _) in by_scope):
+        lines.append(
+            "above 100%: so small that a cache serves it, which the floor, the memory's, does not count, or part of its "
+            "work stands in another row"
+        )
     lines += ["", f"{'us a step':>10}  {'floor':>8}  {'share':>6}  {'a step':>7}  {'paragraph':<17}  kernel"]
     by_kernel = _sums(window, lambda event: (event.scope or "-", event.name))
     kernels = Counter(scope for (scope, _), _ in by_kernel)

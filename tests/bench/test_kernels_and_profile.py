@@ -195,6 +195,22 @@ def test_the_tables_of_a_window_are_of_one_step() -> None:
     assert ["1000.0", "-", "-", "0.5", "-", "add"] in lines
 
 
+def test_a_window_says_where_its_rows_mean_less_than_they_seem_to() -> None:
+    floors = {"mlp": 0.003}
+    apart = [event("gemm", 0.0, 0.004, "mlp"), event("add", 0.004, 0.002)]
+    text = format_window(Window(apart, 1, 0.010, 400.0), floors, most=10)
+    assert "overlap" not in text and "above 100%" not in text
+    beside = [event("gemm", 0.0, 0.004, "mlp"), event("add", 0.001, 0.002)]
+    text = format_window(Window(beside, 1, 0.010, 400.0), floors, most=10)
+    assert (
+        "of a step some kernel ran in 4000.0 us, and their times add up to 6000.0 us" in text
+        and "above 100%" not in text
+    )
+    cached = [event("gemm", 0.0, 0.002, "mlp")]
+    text = format_window(Window(cached, 1, 0.010, 400.0), floors, most=10)
+    assert "150%" in text and "above 100%: so small that a cache serves it" in text and "overlap" not in text
+
+
 def test_products_that_nothing_tells_apart_are_set_against_the_floors_of_all_their_weights() -> None:
     """As in a GPU's launch graphs: of what has no row of its own."""
     names = ("nvjet_tst_64x8", "gemv2T_kernel_val", "decode_attention_main", "decode_attention_join")
