@@ -303,6 +303,11 @@ def _statistics(seconds: list[float]) -> dict[str, float]:
     return {name: float(figure) for name, figure in zip(_STATISTICS, figures, strict=True)}
 
 
+def significant(value: float) -> str:
+    """A rate for people: three digits that say something, however small it is, and thousands with commas."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def format_table(summaries: Sequence[Summary]) -> str:
     """The figures as a table of plain text: times in milliseconds, floor and MBU beside each."""
     head = (

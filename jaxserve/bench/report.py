@@ -19,6 +19,7 @@ from jaxserve.bench import charts, charts_choices
 from jaxserve.bench.charts import Chart
 from jaxserve.bench.failures import find_failures
 from jaxserve.bench.parallelism import comparisons
+from jaxserve.bench.records import significant
 from jaxserve.bench.results import Series, find_series
 from jaxserve.bench.verdict import verdict
 
@@ -177,7 +178,8 @@ def _origin(part: Series) -> str:
     ceiling = known.get("ceiling")
     if ceiling:
         facts.append(
-            f"{ceiling['bandwidth'] / 1e9:,.0f} GB/s and {ceiling['matrix_rate'] / 1e12:,.1f} TFLOP/s ({ceiling['origin']})"
+            f"{significant(ceiling['bandwidth'] / 1e9)} GB/s and {significant(ceiling['matrix_rate'] / 1e12)} TFLOP/s "
+            f"({ceiling['origin']})"
         )
     return (
         f"<p><b>{html.escape(part.name)}</b>: {html.escape(', '.join(facts))}<br>"

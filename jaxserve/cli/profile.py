@@ -118,6 +118,7 @@ def kernels(
         from jaxserve.bench.floor import device_ceiling
         from jaxserve.bench.kernel_cases import kernel_cases
         from jaxserve.bench.kernels import format_kernels, time_kernel
+        from jaxserve.bench.records import significant
         from jaxserve.config import EngineConfig
         from jaxserve.engine.build import make_engine_mesh, peer_memory, resolve_dtype
         from jaxserve.models.presets import preset_config
@@ -146,8 +147,8 @@ def kernels(
             took = times[-1].microseconds
             typer.echo(f"  {case.kernel} {case.shape}: {took}{'' if took == 'noise' else ' us'}", err=True)
         typer.echo(
-            f"{device.device_kind}, jax {jax.__version__}, ceiling {ceiling.bandwidth / 1e9:.0f} GB/s, "
-            f"{ceiling.matrix_rate / 1e12:.1f} TFLOP/s ({ceiling.origin})"
+            f"{device.device_kind}, jax {jax.__version__}, ceiling {significant(ceiling.bandwidth / 1e9)} GB/s, "
+            f"{significant(ceiling.matrix_rate / 1e12)} TFLOP/s ({ceiling.origin})"
         )
         typer.echo(format_kernels(times, ceiling))
         if mesh is None:

@@ -320,6 +320,16 @@ def test_the_report_is_one_file_that_needs_nothing_else(reported: Path) -> None:
     assert len(data["runs"]) == 6 and data["verdict"].startswith("Under a goal of 8 ms")
 
 
+def test_what_a_slow_machine_reaches_is_told_in_digits_that_say_something(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, bandwidth, rate in (("slow", 2.1e9, 0.0364e12), ("fast", 4.05e12, 790e12)):
+        ceiling = {"bandwidth": bandwidth, "matrix_rate": rate, "origin": "measured"}
+        write_run(tmp_path, name, loads=LOADS[:1], ceiling=ceiling)
+    assert command("report", str(tmp_path))[0] == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "2.1 GB/s and 0.0364 TFLOP/s (measured)" in page and "4,050 GB/s and 790 TFLOP/s (measured)" in page
+
+
 def test_the_report_tells_what_was_drafted_and_kept(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = write_run(tmp_path, "TP1", loads=LOADS[:1]) / "concurrency-1.summary.json"
