@@ -25,6 +25,8 @@ from jaxserve.models.params import LlamaParams
 from jaxserve.models.speculative_sampling import Drafts
 from jaxserve.sharding.placement import put_replicated, replicated
 
+Results = dict[str, jax.ShapeDtypeStruct]  # of a program, that stay where they are: by the names of what it gives
+
 
 class ForwardExecutor(Protocol):
     """Runs the forward pass of one bucket. Cache and state are donated: the caller goes on with those of the result."""
@@ -56,14 +58,19 @@ class ResultPlaces:
         """All that there are."""
         return tuple(self._arrays.values())
 
-    def take(self, what: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """The array of that name and shape that is to be written over. Nobody may read it any more."""
-        array = self._arrays.pop((what, like.shape, like.dtype), None)
-        return put_replicated(np.zeros(like.shape, like.dtype), self._sharding) if array is None else array
+    def take(self, results: Results) -> tuple[jax.Array, ...]:
+        """The arrays of these names and shapes, which are to be written over. Nobody may read them any more."""
+        return tuple(self._take(name, like) for name, like in results.items())
 
-    def keep(self, what: str, array: jax.Array) -> None:
-        """Has a later step write over this array, all readers of which are launched before that step is."""
-        self._arrays[what, array.shape, array.dtype] = array
+    def keep(self, results: Results, given: Any) -> None:
+        """Has a later step write over these attributes of what a step gave; their readers are launched before that is."""
+        for name in results:
+            array = getattr(given, name)
+            self._arrays[name, array.shape, array.dtype] = array
+
+    def _take(self, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        array = self._arrays.pop((name, like.shape, like.dtype), None)
+        return put_replicated(np.zeros(like.shape, like.dtype), self._sharding) if array is None else array
 
 
 class WholeForward:
@@ -78,7 +85,7 @@ class WholeForward:
     def __init__(
         self,
         compiled: Any,
-        results: dict[str, jax.ShapeDtypeStruct],
+        results: Results,
         places: ResultPlaces,
         peers: tuple[PeerMemory, ...] = (),
     ) -> None:
@@ -90,10 +97,9 @@ class WholeForward:
     def __call__(
         self, params: LlamaParams, cache: KVCache, state: DecodeState, packed: jax.Array, *drafts: Drafts
     ) -> ForwardResult:
-        places = tuple(self._places.take(name, like) for name, like in self._results.items())
+        places = self._places.take(self._results)
         result = self._compiled(params, cache, state, packed, (*drafts, *self._peers), places)
-        for name in self._results:
-            self._places.keep(name, getattr(result, name))
+        self._places.keep(self._results, result)
         return result
 
     @property
@@ -226,7 +232,7 @@ class ForwardCompiler:
             taps=Taps(taps, load(f"tap {name}", lambda: tap.lower(between()[0])) if taps else None),
         )
 
-    def _results(self, bucket: Bucket, num_logits: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def _results(self, bucket: Bucket, num_logits: int) -> Results:
         """Fields of `ForwardResult` that stay in place, but for those that are there before the step."""
         # Not by tracing the pass, which takes longer than loading what was compiled from it.
         config, placed = self.factory.config, replicated(self.factory.mesh)

@@ -109,7 +109,8 @@ class ModelRunner:
             + (f" {drafting.description}" if drafting else "")
             + (f" {peers.layout}" if peers else ""),
         )
-        self._speculator = None if drafting is None else Speculator(drafting, self._factory, buckets)
+        self._places = ResultPlaces(self._replicated)
+        self._speculator = None if drafting is None else Speculator(drafting, self._factory, buckets, self._places)
         self._vocab_size = config.vocab_size
         self._mask_words = num_words(config.vocab_size)
         self._cache = zero_cache(config, sizes, mesh, cache_dtype)
@@ -119,7 +120,6 @@ class ModelRunner:
             empty_processors(sizes.max_num_seqs, config.vocab_size), self._replicated
         )
         self._outer = without_layers(params)
-        self._places = ResultPlaces(self._replicated)
         self._forward: dict[Bucket, ForwardExecutor] = {}
         self._serving: dict[Bucket, Bucket] = {}  # whose program runs a bucket's steps; others: their own
         self._sample: dict[SampleProgram, Any] = {}

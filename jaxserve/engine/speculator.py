@@ -16,7 +16,7 @@ from jaxserve.engine.decode_state import DecodeState
 from jaxserve.engine.device_batch import Bucket, pack, packed_size
 from jaxserve.engine.drafters import Drafter
 from jaxserve.engine.executable_cache import ExecutableCache
-from jaxserve.engine.executors import ResultPlaces
+from jaxserve.engine.executors import ResultPlaces, Results
 from jaxserve.engine.head_drafters import HeadDrafter
 from jaxserve.engine.processor_state import ProcessorState
 from jaxserve.engine.program_choice import seconds_of_run, times_in_rounds
@@ -70,7 +70,7 @@ class VerifyProgram(NamedTuple):
 class Speculator:
     """Drafts and verifies for a `ModelRunner`; used by its thread."""
 
-    def __init__(self, drafting: Drafting, factory: ProgramFactory, buckets: Buckets) -> None:
+    def __init__(self, drafting: Drafting, factory: ProgramFactory, buckets: Buckets, places: ResultPlaces) -> None:
         self._drafting = drafting
         self._drafter = drafting.drafter
         self._memory = drafting.memory
@@ -80,8 +80,8 @@ class Speculator:
         )
         self._buckets = buckets
         self._replicated = replicated(factory.mesh)
-        self._places = ResultPlaces(self._replicated)
-        self._draft: dict[DraftProgram, Any] = {}
+        self._places = places
+        self._draft: dict[DraftProgram, tuple[Any, Results]] = {}
         self._feed: dict[Bucket, Any] = {}
         self._observe: dict[Bucket, Any] = {}
         self._resize: dict[Bucket, Any] = {}
@@ -90,8 +90,8 @@ class Speculator:
 
     @property
     def memory(self) -> Any:
-        """The drafter's own donated arrays, as they are now, and the places of its drafts."""
-        return self._memory, self._places.arrays
+        """The drafter's own donated arrays, as they are now."""
+        return self._memory
 
     @property
     def params(self) -> Any:
@@ -103,8 +103,9 @@ class Speculator:
     @property
     def programs(self) -> list[Any]:
         """Everything that was compiled."""
-        several = self._draft, self._feed, self._observe, self._resize, self._verify
-        return [*(program for programs in several for program in programs.values()), self._set_history]
+        several = self._feed, self._observe, self._resize, self._verify
+        drafting = [program for program, _ in self._draft.values()]
+        return [*drafting, *(program for programs in several for program in programs.values()), self._set_history]
 
     def jobs(
         self, programs: ExecutableCache, cache: KVCache, state: DecodeState, processors: ProcessorState
@@ -133,18 +134,6 @@ class Speculator:
                 for kind in self._buckets.verifications(bucket)
             ),
         ]
-
-    def drafts_like(self, key: DraftProgram) -> Drafts:
-        """Shapes and placement of what a program drafts."""
-        rows, count = key.bucket.decode_rows, key.bucket.num_drafts
-
-        def like(*shape: int, dtype: Any = jnp.int32) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
-
-        probabilities = None
-        if self._drafter.has_probabilities and key.mode != "greedy":
-            probabilities = like(rows, count, self._factory.config.vocab_size, dtype=jnp.float32)
-        return Drafts(token_ids=like(rows, count), counts=like(rows), log_probabilities=probabilities)
 
     def begin(self, batch: ScheduledBatch, state: DecodeState) -> DecodeState:
         """Tells the device all tokens of the sequences that begin to decode with this step; `state` is donated."""
@@ -181,12 +170,10 @@ class Speculator:
         if bucket.num_drafts:
             kind: SamplingMode = "full" if mode != "greedy" and self._drafter.has_probabilities else "greedy"
             more = () if kind == "greedy" else (processors,)
-            key = DraftProgram(bucket, kind)
-            places = jax.tree.map_with_path(
-                lambda path, like: self._places.take(str(path), like), self.drafts_like(key)
-            )
-            memory, drafts = self._draft[key](self._drafting.params, memory, state, packed, more, places)
-            jax.tree.map_with_path(lambda path, array: self._places.keep(str(path), array), drafts)
+            compiled, results = self._draft[DraftProgram(bucket, kind)]
+            places = self._places.take(results)
+            memory, drafts = compiled(self._drafting.params, memory, state, packed, more, places)
+            self._places.keep(results, drafts)
         elif bucket.prefill_rows and self._drafter.reads_prompts and batch.is_shown:
             shown, packed = self._shown(batch, bucket, packed)
             memory, drafts = self._feed[shown](self._drafting.params, memory, state, packed), None
@@ -308,12 +295,13 @@ class _Compiler:
 
         function = jax.jit(in_place, donate_argnums=(1, 5), keep_unused=True)
         more = () if key.mode == "greedy" else (self.processors,)
-        places = self.owner.drafts_like(key)
-        self.owner._draft[key] = self._load(
+        results = self._drafts(key.bucket, key.mode)
+        compiled = self._load(
             f"draft {key.mode} {key.bucket}",
-            lambda: function.lower(*self._arguments(key.bucket), more, places),
+            lambda: function.lower(*self._arguments(key.bucket), more, tuple(results.values())),
             key.bucket,
         )
+        self.owner._draft[key] = compiled, results
 
     def feed(self, bucket: Bucket) -> None:
         function = jax.jit(self.owner._functions.feed(bucket), donate_argnums=(1,))
@@ -343,7 +331,7 @@ class _Compiler:
 
     def verify(self, key: VerifyProgram) -> None:
         bucket, vocab_size = key.bucket, self.owner._factory.config.vocab_size
-        drafts = self.owner.drafts_like(DraftProgram(bucket, "greedy" if key.mode == "greedy" else "full"))
+        drafts = Drafts(**self._drafts(bucket, key.mode))
         step = [self._like((bucket.rows, vocab_size), jnp.float32), self._like((bucket.decode_rows,)), drafts]
         if key.masked:
             step.append(self._like((bucket.rows, num_words(vocab_size))))
@@ -363,6 +351,15 @@ class _Compiler:
         owner = self.owner
         memory = self.cache if owner._drafter.uses_target_cache else owner._memory
         return owner._drafting.params, memory, self.state, self._like((packed_size(bucket, owner._factory.sizes),))
+
+    def _drafts(self, bucket: Bucket, mode: SamplingMode) -> dict[str, Any]:
+        """Fields of `Drafts` that there are."""
+        rows, count = bucket.decode_rows, bucket.num_drafts
+        results = {"token_ids": self._like((rows, count)), "counts": self._like((rows,))}
+        if self.owner._drafter.has_probabilities and mode != "greedy":
+            vocab_size = self.owner._factory.config.vocab_size
+            results["log_probabilities"] = self._like((rows, count, vocab_size), jnp.float32)
+        return results
 
     def _features(self, bucket: Bucket) -> Any:
         tokens = bucket.decode_tokens + bucket.prefill_tokens

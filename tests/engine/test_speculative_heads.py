@@ -209,7 +209,7 @@ def test_a_whole_pass_writes_what_it_gives_over_what_the_step_before_gave(
         stats, runner = engine.stats().speculative, engine._loop._runner
         assert stats is not None and stats.num_accepted_tokens > 0
         assert runner._speculator is not None
-        programs = list(runner._speculator._draft.values())
+        programs = [program for program, _ in runner._speculator._draft.values()]
         programs += [executor.programs[0] for executor in runner._forward.values()]
         for program in programs:
             use = program.memory_analysis()
