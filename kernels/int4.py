@@ -49,9 +49,8 @@ def unpack_int4(packed: UInt8[Array, "*rows half"], group_length: int) -> Int8[A
     signed = lax.bitcast_convert_type(packed, jnp.int8)
     axis = -1
     if group_length % RUN_LENGTH == 0:
-        signed = signed.reshape(*rows, 2 * half // RUN_LENGTH, 8, 2).swapaxes(
-            -1, -2
-        )  # [*rows, runs, pair of t, 2q + h]
+        signed = signed.reshape(*rows, 2 * half // RUN_LENGTH, 8, 2)
+        signed = signed.swapaxes(-1, -2)  # [*rows, runs, pair of t, 2q + h]
         axis = -2
     low, high = (signed << jnp.int8(4)) >> jnp.int8(4), signed >> jnp.int8(4)  # shifts to the right keep the sign
     return jnp.stack([low, high], axis).reshape(*rows, 2 * half)

@@ -7,11 +7,8 @@ from pathlib import Path
 
 from jaxserve.config import ModelConfig, RopeScaling
 
-_HUGGING_FACE_KEYS = (
-    "architectures",
-    "model_type",
-    "num_hidden_layers",
-)  # of its config.json, and not of `ModelConfig`
+# Of its config.json, and not of `ModelConfig`.
+_HUGGING_FACE_KEYS = ("architectures", "model_type", "num_hidden_layers")
 
 
 def _presets() -> dict[str, ModelConfig]:

@@ -219,13 +219,13 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def two_medusa_heads(folder: Path) -> Path:
+    tensors = medusa_tensors(drawn(medusa_specs(MEDUSA)))
+    return write(folder / "medusa", tensors, "medusa_lm_head.safetensors", {"medusa_num_layers": 2})
+
+
 def test_medusa_heads_of_another_model_are_refused(tmp_path: Path) -> None:
-    folder = write(
-        tmp_path / "head",
-        medusa_tensors(drawn(medusa_specs(MEDUSA))),
-        "medusa_lm_head.safetensors",
-        {"medusa_num_layers": 2},
-    )
+    folder = two_medusa_heads(tmp_path)
     with pytest.raises(CheckpointError, match=r"'0.0.linear.weight' has shape \(16, 16\), must have \(32, 32\)"):
         load_draft_head(folder, "medusa", dataclasses.replace(TARGET, hidden_size=32))
     empty = tmp_path / "empty"
@@ -239,11 +239,6 @@ def test_medusa_heads_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_a_folder_without_an_eagle_head_is_refused_by_what_it_lacks(
     tmp_path: Path, method: Literal["eagle", "eagle3"], kind: str
 ) -> None:
-    medusa = write(
-        tmp_path / "medusa",
-        medusa_tensors(drawn(medusa_specs(MEDUSA))),
-        "medusa_lm_head.safetensors",
-        {"medusa_num_layers": 2},
-    )
+    medusa = two_medusa_heads(tmp_path)
     with pytest.raises(CheckpointError, match=f"has no tensor 'fc.weight': it holds no {kind} head;"):
         load_draft_head(medusa, method, TARGET)
