@@ -1,77 +1,176 @@
-"""A first walk over a GGUF's metadata, before its reader builds objects by the numbers that the file claims."""
+"""The header of a GGUF file: its metadata, and where each tensor lies.
+
+The file is read, not mapped: whoever reads of a map while the file becomes shorter is killed by the operating system, where
+a read only comes back with less. And nothing is made by the numbers that the file claims before they were compared with its
+size.
+"""
 
 from __future__ import annotations
 
-import mmap
+import math
 import struct
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import gguf
+import numpy as np
 
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.tokenizer_files import error_line
 
-MOST_ELEMENTS = 1 << 24  # of all arrays together; the largest vocabularies have some hundred thousand tokens and merges
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type's number
+_MOST_ELEMENTS = (
+    1 << 24
+)  # of all arrays together; the largest vocabularies have some hundred thousand tokens and merges
+_MOST_BYTES = 1 << 28  # of the header; the largest vocabularies take some 30 MB
+_MOST_AXES = 4  # that the format knows
+_VERSIONS = (2, 3)  # the first had other numbers
+_ALIGNMENT_KEY = "general.alignment"
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}  # by type's number
 _STRING, _ARRAY = 8, 9
-_HEADER = struct.Struct("<4sIQQ")  # magic, version, tensors, metadata entries
 
 
-def check_header(path: Path) -> None:
-    """Whether every length in the metadata fits the file.
+@dataclass(frozen=True)
+class GGUFTensor:
+    """One tensor, as the header describes it.
 
-    Raises:
-        CheckpointError: if one does not, or the file is no GGUF.
+    Attributes:
+        shape: the last axis is that whose numbers lie together.
+        kind: how its numbers are held.
+        start: of its bytes in the file.
     """
-    damaged = CheckpointError(f"{path} is no GGUF file or is damaged: fetch the file again")
+
+    shape: tuple[int, ...]
+    kind: gguf.GGMLQuantizationType
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        block_values, block_bytes = gguf.GGML_QUANT_SIZES[self.kind]
+        return math.prod(self.shape) // block_values * block_bytes
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """What a GGUF file says before its tensors.
+
+    Attributes:
+        metadata: by key: numbers and truth values, texts as bytes, lists of texts as lists of bytes, other lists as arrays.
+        tensors: by name, in the file's order.
+        alignment: tensors begin at its multiples.
+        data_start: where the first one lies.
+    """
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+    alignment: int
+    data_start: int
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """
+    Raises:
+        CheckpointError: if the file is no GGUF, or a length or a type in its header cannot be.
+    """
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            magic, _, tensors, entries = _HEADER.unpack_from(content, 0)
-            if magic != b"GGUF" or tensors > MOST_ELEMENTS or entries > MOST_ELEMENTS:
-                raise damaged
-            _Walk(content).entries(entries)
-    except (struct.error, ValueError, OverflowError) as error:  # ended too soon, or empty
-        raise damaged from error
+        with path.open("rb") as file:
+            return _Reader(file, path.stat().st_size).header()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error_line(error)}") from error
+    except (struct.error, ValueError) as error:  # ended too soon, or no text
+        raise CheckpointError(f"{path} is no GGUF file or is damaged: fetch the file again") from error
 
 
-class _Walk:
-    def __init__(self, content: mmap.mmap) -> None:
-        self._content = content
-        self._place = _HEADER.size
-        self._elements_left = MOST_ELEMENTS
+class _Reader:
+    """Its methods raise ValueError for what cannot be, and struct.error where the file has become shorter."""
 
-    def entries(self, count: int) -> None:
-        for _ in range(count):
-            self._string()
-            self._value(self._number("<I"))
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        self._bytes_left = min(size, _MOST_BYTES)
+        self._elements_left = _MOST_ELEMENTS
 
-    def _value(self, kind: int) -> None:
+    def header(self) -> GGUFHeader:
+        if self._bytes(4) != b"GGUF" or self._number("I") not in _VERSIONS:
+            raise ValueError("no GGUF file of a known version")
+        num_tensors, num_entries = self._number("Q"), self._number("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_entries):
+            key = self._text().decode()
+            if key in metadata:
+                raise ValueError(f"{key} is there twice")
+            metadata[key] = self._value(self._number("I"))
+        tensors: dict[str, GGUFTensor] = {}
+        for _ in range(num_tensors):
+            name = self._text().decode()
+            if name in tensors:
+                raise ValueError(f"{name} is there twice")
+            tensors[name] = self._tensor()
+        alignment = metadata.get(_ALIGNMENT_KEY, gguf.GGUF_DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"alignment {alignment}")
+        start = -(-self._file.tell() // alignment) * alignment
+        placed = {name: GGUFTensor(one.shape, one.kind, start + one.start) for name, one in tensors.items()}
+        return GGUFHeader(metadata, placed, alignment, start)
+
+    def _tensor(self) -> GGUFTensor:
+        """Its start counts from that of all tensors."""
+        num_axes = self._number("I")
+        if num_axes > _MOST_AXES:
+            raise ValueError(f"{num_axes} axes")
+        shape = tuple(self._number("Q") for _ in range(num_axes))[::-1]
+        kind = gguf.GGMLQuantizationType(self._number("I"))
+        if (shape or (1,))[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            raise ValueError(f"shape {shape} has no whole blocks of {kind.name}")
+        return GGUFTensor(shape, kind, self._number("Q"))
+
+    def _value(self, kind: int) -> Any:
         if kind == _STRING:
-            self._string()
-        elif kind == _ARRAY:
-            self._array()
-        elif kind in _SIZES:
-            self._skip(_SIZES[kind])
-        else:
-            raise ValueError(f"type {kind}")
+            return self._text()
+        if kind == _ARRAY:
+            return self._array()
+        return self._number(_scalar(kind))
 
-    def _array(self) -> None:
-        kind, count = self._number("<I"), self._number("<Q")
+    def _array(self) -> list[bytes] | np.ndarray:
+        kind, count = self._number("I"), self._number("Q")
         self._elements_left -= count
-        if self._elements_left < 0 or kind == _ARRAY:  # arrays of arrays are not used by any model
-            raise ValueError(f"{count} elements of type {kind}")
-        if kind in _SIZES:
-            self._skip(count * _SIZES[kind])
-        else:
-            for _ in range(count):
-                self._value(kind)
+        if self._elements_left < 0:
+            raise ValueError(f"{count} elements")
+        if kind == _STRING:
+            return [self._text() for _ in range(count)]
+        dtype = np.dtype("<" + _scalar(kind))  # raises for arrays of arrays, which no model uses
+        return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
 
-    def _string(self) -> None:
-        self._skip(self._number("<Q"))
+    def _text(self) -> bytes:
+        return self._bytes(self._number("Q"))
 
-    def _number(self, form: str) -> int:
-        (value,) = struct.unpack_from(form, self._content, self._place)
-        self._place += struct.calcsize(form)
+    def _number(self, form: str) -> Any:
+        (value,) = struct.unpack("<" + form, self._bytes(struct.calcsize("<" + form)))
         return value
 
-    def _skip(self, count: int) -> None:
-        self._place += count
-        if self._place > len(self._content):
-            raise ValueError(f"the file ends before byte {self._place}")
+    def _bytes(self, count: int) -> bytes:
+        self._bytes_left -= count
+        if self._bytes_left < 0:
+            raise ValueError(f"the file ends within {count} bytes")
+        content = self._file.read(count)
+        if len(content) != count:
+            raise ValueError(f"the file ended within {count} bytes")
+        return content
+
+
+def _scalar(kind: int) -> str:
+    """How `struct` and NumPy call the type of a number."""
+    if kind not in _SCALARS:
+        raise ValueError(f"type {kind}")
+    return _SCALARS[kind]

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.families import Family, family_of_gguf
-from jaxserve.checkpoint.gguf_header import check_header
+from jaxserve.checkpoint.gguf_header import read_header
 from jaxserve.checkpoint.rotary_rows import read_pairs_apart
 from jaxserve.checkpoint.tensor_source import BFLOAT16
 from jaxserve.checkpoint.tokenizer_files import error_line
@@ -44,12 +44,8 @@ class GGUFFile:
             CheckpointError: if the file is no GGUF, is damaged or cut short, or its architecture is not supported.
         """
         self.path = path
-        check_header(path)
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except Exception as error:  # the reader trusts the file: damage shows as an exception of any kind
-            raise CheckpointError(f"{path} is no GGUF file or is damaged: fetch the file again") from error
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._header = read_header(path)
+        self._tensors = self._header.tensors
         self._check_places()
         parts = self.get("split.count", 1)
         if parts not in (0, 1):
@@ -62,26 +58,28 @@ class GGUFFile:
         Raises:
             CheckpointError: if one does not begin where the one before it ends, or the file ends inside it.
         """
-        size, start, alignment = self.path.stat().st_size, int(self._reader.data_offset), int(self._reader.alignment)
-        for tensor in self._reader.tensors:
-            if int(tensor.data_offset) != start:
+        size, start, alignment = self.path.stat().st_size, self._header.data_start, self._header.alignment
+        for name, tensor in self._tensors.items():
+            if tensor.start != start:
                 raise CheckpointError(
-                    f"{self.path} is damaged, tensor {tensor.name!r} is at byte {int(tensor.data_offset)}, what is before "
-                    f"it ends at {start}: fetch the file again"
+                    f"{self.path} is damaged, tensor {name!r} is at byte {tensor.start}, what is before it ends at {start}: "
+                    "fetch the file again"
                 )
-            if start + int(tensor.n_bytes) > size:
-                raise CheckpointError(f"{self.path} ends inside tensor {tensor.name!r}: fetch the file again")
-            start += -(-int(tensor.n_bytes) // alignment) * alignment
+            if start + tensor.nbytes > size:
+                raise CheckpointError(f"{self.path} ends inside tensor {name!r}: fetch the file again")
+            start += -(-tensor.nbytes // alignment) * alignment
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value as plain Python, or the default."""
-        field = self._reader.get_field(key)
-        if field is None:
-            return default
+        value = self._header.metadata.get(key, default)
         try:
-            return field.contents()
-        except Exception as error:
+            if isinstance(value, bytes):
+                return value.decode()
+            if isinstance(value, list):
+                return [text.decode() for text in value]
+        except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.path}: metadata {key!r} is damaged ({error_line(error)})") from error
+        return value.tolist() if isinstance(value, np.ndarray) else value
 
     def architecture(self, key: str, default: Any = None) -> Any:
         """A metadata value under the architecture's own prefix, such as `architecture("block_count")`."""
@@ -91,16 +89,16 @@ class GGUFFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._tensors.clear()
+        pass  # no file is open between two reads
 
     def names(self) -> list[str]:
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+        return self._tensors[name].shape
 
     def dtype(self, name: str) -> np.dtype:
-        stored = self._tensors[name].tensor_type
+        stored = self._tensors[name].kind
         if stored in _PLAIN:
             return _PLAIN[stored]
         if stored in _QUANTIZED:
@@ -123,18 +121,15 @@ class GGUFFile:
     def _read_rows(self, name: str, rows: range) -> np.ndarray:
         """As they lie in the file."""
         tensor, dtype, shape = self._tensors[name], self.dtype(name), self.shape(name)
-        block_values, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]  # 1 and its size, of plain types
-        values_of_data = int(tensor.n_bytes) // block_bytes * block_values
-        if values_of_data != math.prod(shape):
-            raise CheckpointError(f"{self.path}: tensor {name!r} has {values_of_data} values, its header says {shape}")
+        block_values, block_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]  # 1 and its size, of plain types
         row_values = math.prod(shape[1:])
         first, end = rows.start * row_values // block_values, -(-rows.stop * row_values // block_values)
-        start = int(tensor.data_offset) + first * block_bytes
+        start = tensor.start + first * block_bytes
         data = np.fromfile(self.path, np.uint8, (end - first) * block_bytes, offset=start)
         if data.size != (end - first) * block_bytes:
             raise CheckpointError(f"{self.path} ends inside tensor {name!r}: fetch the file again")
-        is_plain = tensor.tensor_type in _PLAIN
-        values = data.view(dtype) if is_plain else _dequantized(data.reshape(-1, block_bytes), tensor.tensor_type)
+        is_plain = tensor.kind in _PLAIN
+        values = data.view(dtype) if is_plain else _dequantized(data.reshape(-1, block_bytes), tensor.kind)
         skipped = rows.start * row_values - first * block_values  # of a block that begins in an earlier row
         return values[skipped : skipped + len(rows) * row_values].reshape(len(rows), *shape[1:])
 

@@ -116,6 +116,7 @@ class TorchFile:
         """
         self.path = path
         self._integers = integers
+        self._size = path.stat().st_size
         self._tensors = load_tensors(path)
         self._is_mapped = zipfile.is_zipfile(path)
         self._bytes_read = 0
@@ -134,13 +135,30 @@ class TorchFile:
 
     def read(self, name: str, rows: range | None = None) -> np.ndarray:
         """As `TensorSource.read`."""
-        if self._is_mapped and self._bytes_read > _MAPPED_BYTES:
-            self._tensors = load_tensors(self.path)
-            self._bytes_read = 0
+        if self._is_mapped:
+            self._require_whole()
+            if self._bytes_read > _MAPPED_BYTES:
+                self._tensors = load_tensors(self.path)
+                self._bytes_read = 0
         tensor = self._tensors[name]
         values = to_numpy(tensor if rows is None else tensor[rows.start : rows.stop], self.dtype(name))
         self._bytes_read += values.nbytes
         return values
+
+    def _require_whole(self) -> None:
+        """The operating system kills whoever reads of a map what the file has no longer.
+
+        Raises:
+            CheckpointError: the file became shorter, as where another process writes it anew, or is gone.
+        """
+        try:
+            size = self.path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error_line(error)}") from error
+        if size < self._size:
+            raise CheckpointError(
+                f"{self.path} became shorter while it was read, {size} bytes of {self._size}: fetch the file again"
+            )
 
 
 class BinSource:

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
@@ -58,6 +59,11 @@ def overwritten(path: Path) -> None:
         file.write(bytes(64))
 
 
+def emptied(path: Path) -> None:
+    """As whoever writes a file anew does first."""
+    path.write_bytes(b"")
+
+
 def put_in_its_place(path: Path) -> None:
     """A file of the same size and time, as whoever copies files with their times leaves it."""
     other = path.with_name("other")
@@ -76,7 +82,7 @@ def assert_told(source: Path, name: str, progress: Changing, resume: bool = Fals
 
 @pytest.mark.parametrize("during", ["Checking files", "Converting weights"])
 @pytest.mark.parametrize("share", [0.1, 1.0])
-@pytest.mark.parametrize("change", [overwritten, put_in_its_place, Path.unlink])
+@pytest.mark.parametrize("change", [overwritten, emptied, put_in_its_place, Path.unlink])
 @pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json"])
 def test_a_file_of_the_source(
     name: str, change: Callable[[Path], None], share: float, during: str, folder: Path
@@ -85,14 +91,26 @@ def test_a_file_of_the_source(
     assert sorted(path.name for path in folder.parent.iterdir()) == ["source"]
 
 
-def test_a_gguf(tmp_path: Path) -> None:
+@pytest.mark.parametrize("during", ["Checking files", "Converting weights"])
+@pytest.mark.parametrize("change", [overwritten, emptied])
+def test_a_gguf(change: Callable[[Path], None], during: str, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     path = write_gguf(tmp_path / "source" / "model.gguf", random_weights(TINY_CONFIG, 0))
     os.utime(path, (1e9, 1e9))
-    progress = Changing(lambda: overwritten(path), "Converting weights", 0.5)
+    progress = Changing(lambda: change(path), during, 0.5)
     with pytest.raises(CheckpointError, match=r"model\.gguf changed while it was converted"):
         convert(path, tmp_path / "converted", progress=progress)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_pickled_file_that_becomes_shorter(folder: Path) -> None:
+    """It is mapped: reading on would end the process."""
+    torch = pytest.importorskip("torch")
+    tensors = {name: torch.from_numpy(values) for name, values in load_file(folder / WEIGHTS).items()}
+    (folder / WEIGHTS).unlink()
+    pickled = folder / "pytorch_model.bin"
+    torch.save(tensors, pickled)
+    assert_told(folder, pickled.name, Changing(lambda: emptied(pickled), "Converting weights", 0.3))
 
 
 def test_what_was_read_of_other_bytes_is_not_gone_on_with(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -273,14 +274,17 @@ def header_with(content: bytes, name: str, number: int) -> bytes:
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        ("tensors", 2**60), ("entries", 2**60), ("entries", 2**31), ("bytes of a name", 2**60),
+        ("tensors", 2**60), ("entries", 2**60), ("entries", 2**31), ("bytes of a name", 2**60), ("bytes of a text", 2**39),
         ("bytes of a text", 2**63), ("tokens", 2**60), ("token types", 2**60), ("token types", 2**33),
         ("layers", 2**31 - 1), ("axes", 2**31), ("rows", 2**60), ("offset", 2**62),
     ],
 )  # fmt: skip
-def test_a_header_that_claims_too_much(tmp_path: Path, name: str, number: int) -> None:
+@pytest.mark.parametrize("size", [None, 2**40], ids=["small file", "file of holes"])
+def test_a_header_that_claims_too_much(tmp_path: Path, name: str, number: int, size: int | None) -> None:
     path = write_gguf(tmp_path / "model.gguf", weights())
     path.write_bytes(header_with(path.read_bytes(), name, number))
+    if size is not None:
+        os.truncate(path, size)
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match=r"model\.gguf") as caught:
