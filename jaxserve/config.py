@@ -25,6 +25,11 @@ RopeScalingKind = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
 _LARGEST_SIZE = 2**31 - 1  # positions and sizes are 32-bit integers on the device
 
 
+def _check_size(name: str, size: float) -> None:
+    if not 1 <= size <= _LARGEST_SIZE:
+        raise ValueError(f"{name}={size} must be at least 1, and at most {_LARGEST_SIZE}")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary embeddings are stretched to contexts longer than those that a model was pretrained with.
@@ -60,9 +65,10 @@ class RopeScaling:
             raise ValueError(
                 f"rope scaling kind {self.kind!r} is not supported: use {', '.join(get_args(RopeScalingKind))}"
             )
-        for name in ("factor", "original_max_position_embeddings", "attention_factor", "fast_turns", "slow_turns"):
+        for name in ("factor", "attention_factor", "fast_turns", "slow_turns"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"rope scaling {name}={getattr(self, name)} must be positive and finite")
+        _check_size("rope scaling original_max_position_embeddings", self.original_max_position_embeddings)
         if self.kind == "llama3" and not 0 < self.low_frequency_factor < self.high_frequency_factor < math.inf:
             raise ValueError(
                 f"rope scaling low_frequency_factor={self.low_frequency_factor} must be positive and below "
@@ -84,7 +90,7 @@ class ModelConfig:
     """Architecture of a Llama-family decoder. Sizes are counts of elements, names are the field's.
 
     Raises:
-        ValueError: if sizes are not positive or heads do not divide.
+        ValueError: if sizes are not positive, heads do not divide, or a token id is none of the model's.
     """
 
     vocab_size: int
@@ -114,8 +120,7 @@ class ModelConfig:
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
             "max_position_embeddings",
         ):  # fmt: skip
-            if not 1 <= getattr(self, name) <= _LARGEST_SIZE:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1, and at most {_LARGEST_SIZE}")
+            _check_size(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -129,8 +134,16 @@ class ModelConfig:
                     raise ValueError(
                         f"longrope has {len(factors)} factors, must have one for each of {self.head_dim // 2} pairs"
                     )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window={self.sliding_window} must be at least 1, or None")
+        if self.sliding_window is not None:
+            _check_size("sliding_window", self.sliding_window)
+        for token_id in self.eos_token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(
+                    f"{token_id} of eos_token_ids ends an answer, but the model knows {self.vocab_size} tokens, from 0 on"
+                )
+        # It may be beyond them: an added token, which the model does not know and nobody puts first.
+        if self.bos_token_id is not None and self.bos_token_id < 0:
+            raise ValueError(f"bos_token_id={self.bos_token_id} must be a token id")
 
     @property
     def group_size(self) -> int:

@@ -61,7 +61,7 @@ def export(source: str | Path, destination: str | Path, *, progress: Progress) -
         raise CheckpointError(f"{source} is no converted checkpoint: `jaxserve convert` makes one")
     manifest = read_manifest(source)
     check_files(source, manifest)
-    check_arrays(manifest.model_config, {name: info.shape for name, info in manifest.arrays.items()}, str(source))
+    check_arrays(manifest.model_config, manifest.arrays, str(source))
     if manifest.model_config.quantization is not None and manifest.quantization == "none":
         raise CheckpointError(
             f"{source} came quantized ({manifest.model_config.quantization.name}): its tensors, which are fused and stored "

@@ -111,6 +111,22 @@ def _layers_that_slide(config: Mapping[str, Any], where: str) -> list[bool]:
 def token_ids_from(value: Any, where: str) -> tuple[int, ...]:
     """`eos_token_id` as it may be written: absent, one id, or a list of them."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+    if not all(map(_is_token_id, ids)):
         raise CheckpointError(f"{where}: eos_token_id={value!r} must be a token id or a list of them")
     return tuple(ids)
+
+
+def bos_token_id_from(config: Mapping[str, Any], where: str) -> int | None:
+    """`bos_token_id`, which may be absent.
+
+    Raises:
+        CheckpointError: if it is no token id.
+    """
+    value = config.get("bos_token_id")
+    if value is not None and not _is_token_id(value):
+        raise CheckpointError(f"{where}: bos_token_id={value!r} must be a token id")
+    return value
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.checkpoint.assemble import Assembler
-from jaxserve.checkpoint.hf_config import family_of_config, model_config_from_hf
+from jaxserve.checkpoint.hf_config import bos_token_id_from, family_of_config, model_config_from_hf
 from jaxserve.checkpoint.opened_model import OpenModel, ignored_files
 from jaxserve.checkpoint.safetensors_source import SafetensorsSource, has_safetensors, weight_files
 from jaxserve.checkpoint.tokenizer_files import read_json
@@ -45,7 +45,7 @@ def open_huggingface(folder: Path, dtype: np.dtype | None) -> Iterator[OpenModel
     model_config = model_config_from_hf(
         config,
         eos_token_ids=settings.eos_token_ids if settings else eos_token_ids_from_configs(folder),
-        bos_token_id=settings.bos_token_id if settings else config.get("bos_token_id"),
+        bos_token_id=settings.bos_token_id if settings else bos_token_id_from(config, where),
         where=where,
     )
     family = family_of_config(config, where)

@@ -65,7 +65,7 @@ def inspect_checkpoint(path: Path) -> Inspection:
     if is_converted(path):
         manifest = read_manifest(path)
         check_files(path, manifest)
-        check_arrays(manifest.model_config, {name: info.shape for name, info in manifest.arrays.items()}, str(path))
+        check_arrays(manifest.model_config, manifest.arrays, str(path))
         return Inspection(
             manifest.name, "converted", manifest.source, manifest.architecture, manifest.model_config, manifest.arrays
         )

@@ -9,16 +9,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import read_json
-from jaxserve.config import ModelConfig
+from jaxserve.config import DType, ModelConfig
 from jaxserve.json_fields import from_json
-from jaxserve.models.params import param_specs
+from jaxserve.models.params import QUANTIZABLE, param_specs
 
 MANIFEST_FILE = "jaxserve.json"
 FORMAT_VERSION = 3
@@ -81,6 +81,10 @@ class Manifest:
     files: dict[str, int]
     format_version: int = FORMAT_VERSION
 
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(DType):  # it is what export tells others
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(get_args(DType))}")
+
 
 def is_converted(path: Path) -> bool:
     return (path / MANIFEST_FILE).is_file()
@@ -107,6 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
         if manifest.model_config.num_layers > len(manifest.arrays):
             raise ValueError(f"num_layers={manifest.model_config.num_layers} of {len(manifest.arrays)} arrays")
         param_specs(manifest.model_config)  # raises where sizes go into no arrays
+        _check_what_is_left(manifest.model_config)
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error}): convert the model again") from error
     quantization = manifest.model_config.quantization
@@ -116,6 +121,22 @@ def read_manifest(folder: Path) -> Manifest:
             "model again"
         )
     return manifest
+
+
+def _check_what_is_left(config: ModelConfig) -> None:
+    """Raises ValueError where a quantization leaves a layer or a weight as it is that the model does not have."""
+    quantization = config.quantization
+    if quantization is None:
+        return
+    layers = {*quantization.dense_layers, *(layer for layer, _ in quantization.dense_parts)}
+    weights = {*quantization.dense_weights, *(weight for _, weight in quantization.dense_parts)}
+    unknown = [layer for layer in sorted(layers) if not 0 <= layer < config.num_layers]
+    unknown += sorted(weights - QUANTIZABLE.keys())
+    if unknown:
+        raise ValueError(
+            f"model_config.quantization leaves {unknown[0]!r} as it is, but there are {config.num_layers} layers, from 0 "
+            f"on, with {', '.join(QUANTIZABLE)}"
+        )
 
 
 def file_sizes(folder: Path) -> dict[str, int]:

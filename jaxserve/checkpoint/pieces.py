@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxserve.checkpoint.errors import CheckpointError
+from jaxserve.checkpoint.manifest import ArrayInfo
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, param_specs
 from jaxserve.sharding.rules import LOGICAL_TO_MESH
@@ -17,6 +18,7 @@ from jaxserve.sharding.rules import LOGICAL_TO_MESH
 EMBEDDING_PIECE = "embedding"
 HEAD_PIECE = "head"  # the final norm, and the output head where it is not the embedding
 _LAYER_PREFIX = "layer_"
+_FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def layer_piece(layer: int) -> str:
@@ -52,18 +54,26 @@ def from_pieces(pieces: dict[str, dict[str, Any]], like: LlamaParams) -> LlamaPa
     return jax.tree.unflatten(structure, [pieces[piece][name] for piece, name in places])
 
 
-def check_arrays(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+def check_arrays(config: ModelConfig, arrays: Mapping[str, ArrayInfo], where: str) -> None:
     """Raises CheckpointError if arrays, by piece and name, are not those of a model with this config."""
-    wanted = {
-        f"{piece}/{name}": spec.shape
+    specs = {
+        f"{piece}/{name}": spec
         for piece, specs in by_piece(param_specs(config)).items()
         for name, spec in specs.items()
     }
-    for name in sorted(wanted.keys() | shapes.keys()):
-        if shapes.get(name) != wanted.get(name):
+    for name in sorted(specs.keys() | arrays.keys()):
+        shape = arrays[name].shape if name in arrays else None
+        wanted = specs[name].shape if name in specs else None
+        if shape != wanted:
             raise CheckpointError(
-                f"{where}: array {name!r} has shape {shapes.get(name)}, its config says {wanted.get(name)}: convert the "
-                "model again"
+                f"{where}: array {name!r} has shape {shape}, its config says {wanted}: convert the model again"
+            )
+    for name, spec in specs.items():
+        # Numbers of one kind would be read as those of another. What is not quantized may be any float: as it came.
+        if arrays[name].dtype not in (_FLOATS if spec.dtype is None else (spec.dtype,)):
+            wanted = "a float" if spec.dtype is None else spec.dtype
+            raise CheckpointError(
+                f"{where}: array {name!r} has dtype {arrays[name].dtype}, its config says {wanted}: convert the model again"
             )
 
 

@@ -74,7 +74,7 @@ def load_checkpoint(
     folder = converted_folder(Path(path), progress)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    check_arrays(manifest.model_config, {name: info.shape for name, info in manifest.arrays.items()}, str(folder))
+    check_arrays(manifest.model_config, manifest.arrays, str(folder))
     check(manifest.model_config)
     if dtype == "auto":
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform

@@ -21,14 +21,8 @@ def check_token_ids(config: ModelConfig, tokenizer: TokenizerFiles | None, where
     told in a warning: a prompt with one is refused.
 
     Raises:
-        CheckpointError: an answer ends at a token that the model does not know; or the tokenizer is another model's.
+        CheckpointError: the tokenizer is another model's.
     """
-    for token_id in config.eos_token_ids:
-        if token_id >= config.vocab_size:
-            raise CheckpointError(
-                f"{where}: {token_id} ends an answer, but the model knows {config.vocab_size} tokens: its config and "
-                "tokenizer are not of this model"
-            )
     if tokenizer is None:
         return
     data = json.loads(tokenizer.tokenizer_json)

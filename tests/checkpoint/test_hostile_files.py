@@ -223,6 +223,8 @@ def test_gguf_values_of_another_kind(tmp_path: Path, key: str, value: Any) -> No
         {"max_position_embeddings": 10**400}, {"tie_word_embeddings": "false"}, {"attention_bias": 1},
         {"mlp_bias": "no"}, {"eos_token_id": True}, {"eos_token_id": 259}, {"eos_token_id": [258, 10**400]},
         {"rope_scaling": {"factor": 8.0}}, {"rope_scaling": []},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**400}},
+        {"sliding_window": 2**31, "architectures": ["MistralForCausalLM"]},
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
                           "original_max_position_embeddings": 8192}},
@@ -232,6 +234,13 @@ def test_gguf_values_of_another_kind(tmp_path: Path, key: str, value: Any) -> No
 def test_configs_that_cannot_be_meant(folder: Path, changes: dict[str, Any]) -> None:
     edit_config(folder, **changes)
     assert_refused(folder)
+
+
+@pytest.mark.parametrize("token_id", ["x", [1], -1, 1.5, True], ids=repr)
+def test_a_first_token_that_is_no_id_where_no_tokenizer_says_another(folder: Path, token_id: Any) -> None:
+    (folder / "tokenizer.json").unlink()
+    edit_config(folder, bos_token_id=token_id)
+    assert_refused(folder, f"config.json: bos_token_id={token_id!r} must be a token id")
 
 
 def test_llama3_scaling_with_nothing_scaled_may_say_the_models_length(folder: Path) -> None:

@@ -14,6 +14,7 @@ from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from jaxserve.checkpoint.quantize import quantization_step
+from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.cli.main import build_app
 from jaxserve.progress import NoProgress
 from tests.tiny_model import write_tiny_llama
@@ -72,6 +73,15 @@ def run(command: str, folder: Path) -> tuple[int, str]:
         (("source_files", "model.safetensors"), 5, "source_files['model.safetensors']=5 must be a text"),
         (("arrays", "embedding/embedding", "shape"), 64, "arrays['embedding/embedding'].shape=64 must be a list"),
         (("arrays", "embedding/embedding", "dtype"), "float33", "arrays['embedding/embedding']: dtype='float33'"),
+        (("model_config", "eos_token_ids", 0), 259, "259 of eos_token_ids ends an answer, but the model knows 259 tokens"),
+        (("model_config", "eos_token_ids", 0), -1, "-1 of eos_token_ids ends an answer, but the model knows 259 tokens"),
+        (("model_config", "bos_token_id"), -1, "bos_token_id=-1 must be a token id"),
+        (("model_config", "sliding_window"), 2**31, "sliding_window=2147483648 must be at least 1, and at most"),
+        (("model_config", "rope_scaling", "original_max_position_embeddings"), 2**31, "original_max_position_embeddings=2"),
+        (("model_config", "quantization", "dense_layers"), [1], "leaves 1 as it is, but there are 1 layers"),
+        (("model_config", "quantization", "dense_weights"), ["wq"], "leaves 'wq' as it is, but there are 1 layers"),
+        (("model_config", "quantization", "dense_parts"), [[-1, "wo"]], "leaves -1 as it is, but there are 1 layers"),
+        (("dtype",), "float33", "dtype='float33' must be one of auto, float32"),
         (("files", "tokenizer/tokenizer.json"), "12", "files['tokenizer/tokenizer.json']='12' must be a whole"),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
@@ -86,6 +96,29 @@ def test_the_field_and_the_remedy_are_told(
     (line,) = output.splitlines()
     assert told in line and MANIFEST_FILE in line and "convert the model again" in line
     assert not (folder.parent / "exported").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        (("model_config", "quantization", "format"), "fp8", "has dtype int8, its config says float8_e4m3fn"),
+        (("arrays", "layer_000/wo/values", "dtype"), "float32", "has dtype float32, its config says int8"),
+        (("arrays", "layer_000/wo/scales", "dtype"), "float16", "has dtype float16, its config says float32"),
+        (("arrays", "embedding/embedding", "dtype"), "int8", "has dtype int8, its config says a float"),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
+)
+def test_numbers_of_one_kind_are_not_read_as_those_of_another(
+    place: tuple[str, ...], value: str, told: str, folder: Path
+) -> None:
+    """They have the same shape, and would be a model of nonsense."""
+    edited(folder, place, value)
+    code, output = run("inspect", folder)
+    assert code == 1
+    (line,) = output.splitlines()
+    assert told in line and "convert the model again" in line
+    with pytest.raises(CheckpointError, match=told):
+        load_checkpoint(folder, "float32", NoProgress())
 
 
 def test_no_value_of_another_type_is_taken(converted: Path, tmp_path: Path) -> None:
