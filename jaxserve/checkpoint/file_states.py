@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxserve.checkpoint.errors import CheckpointError
 
-_State = tuple[int, int, int, int]  # device, inode, bytes, time of the last change in nanoseconds
+_State = tuple[int, int, int, int, int]  # device, inode, bytes, times of the last change in nanoseconds
 
 
 class FileStates:
@@ -47,4 +47,5 @@ def _state(path: Path) -> _State | None:
         status = path.stat()
     except OSError:
         return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    # The second time is the system's own: whoever writes to a file can set the first one back, as `cp --preserve` does.
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.checkpoint.assemble import Assembler
 from jaxserve.checkpoint.hf_config import bos_token_id_from, family_of_config, model_config_from_hf
 from jaxserve.checkpoint.opened_model import OpenModel, ignored_files
-from jaxserve.checkpoint.safetensors_source import SafetensorsSource, has_safetensors, weight_files
+from jaxserve.checkpoint.safetensors_source import INDEX_FILE, SafetensorsSource, has_safetensors, weight_files
 from jaxserve.checkpoint.tokenizer_files import read_json
 from jaxserve.checkpoint.tokenizer_read import eos_token_ids_from_configs, read_hf_tokenizer
 from jaxserve.checkpoint.torch_source import BIN_INDEX_FILE, BinSource, bin_files
@@ -77,10 +77,14 @@ def _form(folder: Path, config: Mapping[str, Any]) -> VendorForm | None:
 
 
 def _weights(folder: Path, *, integers: bool) -> tuple[list[Path], SafetensorsSource | BinSource]:
-    """Safetensors where there are some; pickled weights otherwise."""
+    """Safetensors where there are some; pickled weights otherwise. With all files that they lie in, and their index."""
     if not has_safetensors(folder) and (pickled := bin_files(folder)):
         source = BinSource(pickled, integers=integers)
         if has_entry(folder, BIN_INDEX_FILE):
             check_index(folder, BIN_INDEX_FILE, source.file_names())
-        return pickled, source
-    return weight_files(folder), SafetensorsSource(folder, integers=integers)
+        return [*pickled, *_index(folder, BIN_INDEX_FILE)], source
+    return [*weight_files(folder), *_index(folder, INDEX_FILE)], SafetensorsSource(folder, integers=integers)
+
+
+def _index(folder: Path, name: str) -> list[Path]:
+    return [checked_file(folder, name)] if has_entry(folder, name) else []

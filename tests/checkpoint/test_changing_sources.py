@@ -18,7 +18,7 @@ from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.unfinished import unfinished_path
 from jaxserve.progress import NoProgress
-from tests.checkpoint.files import stored, write_gguf
+from tests.checkpoint.files import shard, stored, write_gguf
 from tests.tiny_model import TINY_CONFIG, random_weights, write_tiny_llama
 
 WEIGHTS = "model.safetensors"
@@ -59,6 +59,13 @@ def overwritten(path: Path) -> None:
         file.write(bytes(64))
 
 
+def overwritten_with_its_time(path: Path) -> None:
+    """As whoever writes a file in its place and sets its time back, such as `cp --preserve`."""
+    times = (path.stat().st_atime, path.stat().st_mtime)
+    overwritten(path)
+    os.utime(path, times)
+
+
 def emptied(path: Path) -> None:
     """As whoever writes a file anew does first."""
     path.write_bytes(b"")
@@ -68,9 +75,7 @@ def put_in_its_place(path: Path) -> None:
     """A file of the same size and time, as whoever copies files with their times leaves it."""
     other = path.with_name("other")
     shutil.copy2(path, other)
-    times = (path.stat().st_atime, path.stat().st_mtime)
-    overwritten(other)
-    os.utime(other, times)
+    overwritten_with_its_time(other)
     other.rename(path)
 
 
@@ -82,13 +87,19 @@ def assert_told(source: Path, name: str, progress: Changing, resume: bool = Fals
 
 @pytest.mark.parametrize("during", ["Checking files", "Converting weights"])
 @pytest.mark.parametrize("share", [0.1, 1.0])
-@pytest.mark.parametrize("change", [overwritten, emptied, put_in_its_place, Path.unlink])
+@pytest.mark.parametrize("change", [overwritten, overwritten_with_its_time, emptied, put_in_its_place, Path.unlink])
 @pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json"])
 def test_a_file_of_the_source(
     name: str, change: Callable[[Path], None], share: float, during: str, folder: Path
 ) -> None:
     assert_told(folder, name, Changing(lambda: change(folder / name), during, share))
     assert sorted(path.name for path in folder.parent.iterdir()) == ["source"]
+
+
+def test_the_index_of_several_files(folder: Path) -> None:
+    shard(folder)
+    index = folder / "model.safetensors.index.json"
+    assert_told(folder, index.name, Changing(lambda: overwritten(index), "Converting weights", 0.5))
 
 
 @pytest.mark.parametrize("during", ["Checking files", "Converting weights"])

@@ -131,6 +131,8 @@ def test_shards_give_the_same_as_one_file(folder: Path, tmp_path: Path) -> None:
     shard(folder)
     config = json.loads((folder / "config.json").read_text())
     assert_same_weights(converted(folder, tmp_path / "converted"), whole, config)
+    named = {path.name for path in folder.iterdir()}
+    assert set(read_manifest(tmp_path / "converted").source_files) == named  # the index among them
 
 
 # --- sizes of heads

@@ -187,6 +187,17 @@ def test_another_conversion_is_not_resumed(source: Path, killed: Path) -> None:
     assert {"embedding", "layer_000"} <= finished_pieces(killed)
 
 
+def test_a_source_with_other_bytes_of_the_same_size_and_time_is_not_resumed(source: Path, killed: Path) -> None:
+    weights = source / "model.safetensors"
+    status = weights.stat()
+    with weights.open("r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        file.write(bytes(64))
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(CheckpointError, match=r"unfinished conversion of another model"):
+        convert(source, killed, progress=NoProgress(), resume=True)
+
+
 def test_two_at_once_are_told(source: Path, tmp_path: Path) -> None:
     class SecondOne:
         @contextmanager

@@ -173,6 +173,8 @@ class TestWithTorch:
         params = converted(folder, tmp_path / "converted", dtype="bfloat16")
         np.testing.assert_array_equal(np.asarray(params.layers[1].wqkv), np.asarray(direct.layers[1].wqkv))
         np.testing.assert_array_equal(np.asarray(params.lm_head), np.asarray(direct.lm_head))
+        named = {path.name for path in folder.iterdir()}
+        assert set(read_manifest(tmp_path / "converted").source_files) == named  # an index among them
 
     def test_file_of_the_index_outside_the_folder(self, folder: Path, torch: Any) -> None:
         (folder / "model.safetensors").unlink()
