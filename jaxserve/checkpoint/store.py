@@ -88,8 +88,11 @@ def load_checkpoint(
     return LoadedCheckpoint(manifest.model_config, params, folder / TOKENIZER_FOLDER, manifest.name)
 
 
-def converted_folder(path: Path, progress: Progress) -> Path:
+def converted_folder(path: Path, progress: Progress, name: str | None = None) -> Path:
     """The path itself if it is a converted checkpoint, else the cache's conversion of the model there.
+
+    Args:
+        name: that a conversion gets, in the cache and in its manifest; None: as the path is called.
 
     Raises:
         CheckpointError: if there is no model, or it cannot be converted.
@@ -99,9 +102,9 @@ def converted_folder(path: Path, progress: Progress) -> Path:
     require_utf8(path)
     if is_converted(path):
         return path
-    name = path.stem if path.is_file() else path.resolve().name
+    own_name = name or (path.stem if path.is_file() else path.resolve().name)
 
     def make(folder: Path) -> None:
-        convert(path, folder, progress=progress, name=name)
+        convert(path, folder, progress=progress, name=own_name)
 
-    return cached_model(name, fingerprint_of(path), make, progress)
+    return cached_model(own_name, fingerprint_of(path), make, progress)

@@ -320,6 +320,8 @@ def test_a_converted_hub_model_has_the_repositorys_name(
     weights = snapshot / "model.safetensors"
     assert manifest.source_files[weights.name] == hashlib.sha256(weights.read_bytes()).hexdigest()
     assert not (home / "models").exists()
+    cached = resolve_model("hf:org/some-model", NoProgress())
+    assert read_manifest(cached).name == "some-model" and cached.name.startswith("some-model-")
 
 
 def test_a_converted_folder_is_refused_with_what_works(tmp_path: Path) -> None:
