@@ -137,9 +137,10 @@ def quantize(w: Float[Array, "..."], num_input_axes: int, config: QuantizationCo
     inputs, outputs = w.shape[:num_input_axes], w.shape[num_input_axes:]
     wide = w.astype(jnp.float32)
     if config.format == "int4":
-        numbers, scales = _round_int4(wide, inputs, outputs, config.group_size)
-        length = math.prod(inputs) // math.prod(int4_groups(inputs, config.group_size))
-        values = pack_int4(_outputs_first(numbers, num_input_axes), length)
+        groups = int4_groups(inputs, config.group_size)
+        numbers, scales = _round_int4(wide, groups, outputs)
+        length = math.prod(inputs) // math.prod(groups)
+        values = pack_int4(_outputs_first(numbers.reshape(w.shape), num_input_axes), length)
     else:
         largest = FLOAT8_MAX if config.format in ("fp8", "fp8-weight-only") else _INT8_MAX
         extremes = jnp.max(jnp.abs(wide), axis=tuple(range(num_input_axes)))
@@ -152,9 +153,8 @@ def quantize(w: Float[Array, "..."], num_input_axes: int, config: QuantizationCo
     return QuantizedWeight(values, scales, None, format=config.format, num_input_axes=num_input_axes)
 
 
-def _round_int4(wide: Array, inputs: tuple[int, ...], outputs: tuple[int, ...], group_size: int) -> tuple[Array, Array]:
-    """Numbers as int8 [*inputs, *outputs], and scales [*groups, *outputs]."""
-    groups = int4_groups(inputs, group_size)
+def _round_int4(wide: Array, groups: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[Array, Array]:
+    """Numbers as int8 [*groups, inputs of a group, *outputs], and scales [*groups, *outputs]."""
     grouped = wide.reshape(*groups, -1, *outputs)  # [*groups, inputs of a group, *outputs]
     axis = len(groups)
     lowest, highest = jnp.min(grouped, axis, keepdims=True), jnp.max(grouped, axis, keepdims=True)
@@ -173,7 +173,7 @@ def _round_int4(wide: Array, inputs: tuple[int, ...], outputs: tuple[int, ...], 
         better = other[2] < best[2]
         best = tuple(jnp.where(better, new, old) for new, old in zip(other, best, strict=True))
     scales, numbers, _ = best
-    return numbers.astype(jnp.int8).reshape(*inputs, *outputs), jnp.squeeze(scales, axis)
+    return numbers.astype(jnp.int8), jnp.squeeze(scales, axis)
 
 
 def dequantize(weight: QuantizedWeight) -> Float[Array, "..."]:
