@@ -128,8 +128,8 @@ def _places(path: Path) -> dict[str, _Place]:
             pass
         with path.open("rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_size))
-    except (safetensors.SafetensorError, OSError) as error:
+            header = json.loads(file.read(min(header_size, path.stat().st_size)))
+    except (safetensors.SafetensorError, OSError, ValueError) as error:  # the last where it changed in between
         raise CheckpointError(f"{path} is damaged ({error_line(error)}): fetch the file again") from error
     return {
         name: _Place(path, entry["dtype"], tuple(entry["shape"]), 8 + header_size + entry["data_offsets"][0])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
@@ -113,6 +114,22 @@ def test_safetensors_with_a_damaged_header(folder: Path) -> None:
         path.write_bytes(damaged)
         lines.append(opened(folder))
     assert lines.count(None) < 6  # in what nobody reads: spaces, and metadata
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x08" + bytes(7) + b"\xff" * 8], ids=["empty", "size", "text"])
+def test_safetensors_that_change_once_the_library_has_checked_them(
+    folder: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, check = folder / "model.safetensors", safetensors.safe_open
+
+    @contextmanager
+    def check_and_change(*arguments: Any, **options: Any) -> Iterator[None]:
+        with check(*arguments, **options):
+            yield
+        path.write_bytes(content)
+
+    monkeypatch.setattr(safetensors, "safe_open", check_and_change)
+    assert_refused(folder, "model.safetensors")
 
 
 @pytest.mark.parametrize(
