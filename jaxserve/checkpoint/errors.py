@@ -10,5 +10,9 @@ class CheckpointError(RuntimeError):
 
     def __init__(self, message: str) -> None:
         short = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
-        # A name in a file may hold ends of lines, or what tells a terminal to do something.
-        super().__init__("".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in short))
+        super().__init__(on_one_line(short))
+
+
+def on_one_line(text: str) -> str:
+    """Text out of a file, with escapes for ends of lines and for what tells a terminal to do something."""
+    return "".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in text)

@@ -52,6 +52,7 @@ def inspect(
     configure_logging(verbose)
     with reported_errors(verbose):
         # Here and not at the top: it brings jax, which --help need not wait for.
+        from jaxserve.checkpoint.errors import on_one_line
         from jaxserve.checkpoint.inspection import device_memory, inspect_architecture, inspect_checkpoint
         from jaxserve.models.presets import is_preset, preset_config
 
@@ -63,7 +64,7 @@ def inspect(
             config = _quantized(inspection.config, quantization)
         memory = device_memory(config, tensor_parallel_size, dtype)
         for line in describe_checkpoint(inspection):
-            typer.echo(line)
+            typer.echo(on_one_line(line))
         name = None if config.quantization is None else config.quantization.name
         for line in describe_memory(memory, config.max_position_embeddings, tensor_parallel_size, dtype, name):
             typer.echo(line)

@@ -149,6 +149,14 @@ def places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     ]
 
 
+def test_what_a_manifest_says_does_not_reach_the_terminal_as_it_is(folder: Path) -> None:
+    for field in ("name", "architecture", "source"):
+        edited(folder, (field,), "a\n\x1b[31m")
+    code, output = run("inspect", folder)
+    assert code == 0
+    assert output.splitlines()[0] == r"a\n\x1b[31m: a\n\x1b[31m, converted, made from a\n\x1b[31m"
+
+
 def test_sizes_that_no_arrays_have_are_told_with_the_file(folder: Path) -> None:
     edited(folder, ("model_config", "quantization"), {"format": "int4", "group_size": 128})
     edited(folder, ("model_config", "intermediate_size"), 3)
