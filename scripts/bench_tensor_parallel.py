@@ -29,7 +29,7 @@ from jaxserve.bench.process_group import run_in_group
 from jaxserve.bench.records import Load
 from jaxserve.bench.report import build_report
 from jaxserve.bench.results import Series, find_series
-from jaxserve.bench.sweep import Configuration, Outcome, environment_for, plan, run_sweep
+from jaxserve.bench.sweep import Configuration, Outcome, environment_for, failed_of_sweep, plan, run_sweep
 from jaxserve.cli.bench_options import parse_counts, parse_numbers
 from jaxserve.models.presets import preset_config
 
@@ -110,7 +110,9 @@ def tpot_table(series: Sequence[Series], names: Sequence[str], loads: Sequence[L
     return "\n".join(lines)
 
 
-def results(options: argparse.Namespace, names: Sequence[str], loads: Sequence[Load], outcome: Outcome) -> str:
+def results(
+    options: argparse.Namespace, names: Sequence[str], loads: Sequence[Load], outcome: Outcome, failures: str
+) -> str:
     """Everything in words, and what there is not."""
     parts = []
     if any((options.output / "runs").rglob("*.summary.json")):
@@ -126,6 +128,8 @@ def results(options: argparse.Namespace, names: Sequence[str], loads: Sequence[L
         parts.append(f"sums that failed: {', '.join(failed_sums)}")
     if outcome.failed:
         parts.append(f"failed: {', '.join(outcome.failed)}")
+    if failures:
+        parts.append(f"requests failed: {failures}")
     unfinished = [*outcome.unfinished, *(["sums over devices"] if missing_sums(options) else [])]
     if unfinished:
         parts.append(f"not done yet: {', '.join(unfinished)}; the same command goes on from here")
@@ -181,10 +185,11 @@ def main(arguments: Sequence[str]) -> int:
         seconds=left(),
     )
     measure_sums(options, left())
-    text = results(options, [each.name for each in configurations], loads, outcome)
+    failures = failed_of_sweep(configurations, loads, options.output)
+    text = results(options, [each.name for each in configurations], loads, outcome, failures)
     (options.output / "results.txt").write_text(f"{text}\n")
     print(text)
-    return 1 if outcome != Outcome() or missing_sums(options) else 0
+    return 1 if outcome != Outcome() or failures or missing_sums(options) else 0
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def measure_endpoint(
     on_summary: Callable[[Summary], None],
     output: Path | None,
     command: Sequence[str],
-) -> str:
-    """Runs the loads against an endpoint, writes what is to be written, and returns the table.
+) -> tuple[str, list[Summary]]:
+    """Runs the loads against an endpoint, writes what is to be written, and returns the table and the figures in it.
 
     Args:
         num_devices: that the endpoint runs on, which it does not tell.
@@ -75,7 +75,7 @@ def measure_endpoint(
         summaries, _ = run_loads(target, options, judge=_as_it_is, on_summary=on_summary, folder=folder, keep=keep)
     finally:
         target.close()
-    return "\n".join([f"{model} at {endpoint.root}, times in ms", format_table(summaries)])
+    return "\n".join([f"{model} at {endpoint.root}, times in ms", format_table(summaries)]), summaries
 
 
 def _as_it_is(summary: Summary, runs: Sequence[RunResult]) -> Summary:

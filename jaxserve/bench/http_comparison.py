@@ -44,8 +44,9 @@ def compare_over_http(
     on_summary: Callable[[Summary], None],
     folder: Path | None,
     file: Path | None = None,
-) -> str:
-    """Runs the same loads over HTTP, and returns their table and what differs from the figures taken in process.
+) -> tuple[str, list[Summary]]:
+    """Runs the same loads over HTTP, and returns their table with what differs from the figures taken in process, and the
+    figures in it.
 
     Args:
         engine: the one that was measured in process, or one like it in a process of its own.
@@ -97,7 +98,7 @@ def compare_over_http(
             target.close()
     place = "one like it in a process of its own" if isinstance(engine, RemoteEngine) else "in the server's process"
     head = f"the same engine over HTTP ({place}), {client} client in {client_processes} processes, times in ms"
-    return "\n".join([head, format_table(summaries), *differences(in_process.summaries, summaries)])
+    return "\n".join([head, format_table(summaries), *differences(in_process.summaries, summaries)]), summaries
 
 
 def differences(in_process: Sequence[Summary], over_http: Sequence[Summary]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -306,6 +306,26 @@ def _statistics(seconds: list[float]) -> dict[str, float]:
 def significant(value: float) -> str:
     """A rate for people: three digits that say something, however small it is, and thousands with commas."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def failed_requests(measured: Mapping[str, Sequence[Summary]]) -> str:
+    """How many requests failed at which loads, and why, on one line; empty where none did.
+
+    Args:
+        measured: figures by the name of what they are of.
+    """
+    return "; ".join(
+        f"{name} at {words}" for name, summaries in measured.items() if (words := _loads_that_failed(summaries))
+    )
+
+
+def _loads_that_failed(summaries: Sequence[Summary]) -> str | None:
+    failed = [summary for summary in summaries if summary.num_failed]
+    if not failed:
+        return None
+    loads = [f"{each.load.label} ({each.num_failed} of {each.num_requests + each.num_failed})" for each in failed]
+    reason = next((f": {each.reason}" for each in failed if each.reason), "")
+    return f"{', '.join(loads)}{reason}"
 
 
 def format_table(summaries: Sequence[Summary]) -> str:

@@ -152,7 +152,20 @@ def held_alone(folder: Path) -> Iterator[None]:
 
 
 def is_done(folder: Path, load: Load) -> bool:
-    return (folder / f"{load.file_name}.summary.json").is_file()
+    return _summary_path(folder, load).is_file()
+
+
+def _summary_path(folder: Path, load: Load) -> Path:
+    return folder / f"{load.file_name}.summary.json"
+
+
+def read_summary(folder: Path, load: Load) -> Summary | None:
+    """A load's figures; None where it is not done.
+
+    Raises:
+        ValueError: the file is not what was written there.
+    """
+    return read_json(_summary_path(folder, load), Summary.from_json) if is_done(folder, load) else None
 
 
 def write_environment(folder: Path, environment: dict[str, Any]) -> None:
@@ -198,7 +211,7 @@ def write_load(folder: Path, summary: Summary, runs: list[RunResult]) -> None:
     timeline = [asdict(snapshot) for snapshot in runs[-1].timeline] if runs else []
     if timeline:
         _write(folder / f"{name}.timeline.jsonl", _lines(timeline))
-    _write(folder / f"{name}.summary.json", json.dumps(summary.to_json(), indent=1))
+    _write(_summary_path(folder, summary.load), json.dumps(summary.to_json(), indent=1))
 
 
 def write_one_file(

@@ -20,8 +20,8 @@ from jaxserve.bench.endpoint_url import split_url
 from jaxserve.bench.failures import Failure, exit_reason, forget_failure, write_failure
 from jaxserve.bench.json_files import read_json
 from jaxserve.bench.process_group import run_in_group
-from jaxserve.bench.records import Load
-from jaxserve.bench.results import held_alone, is_done
+from jaxserve.bench.records import Load, failed_requests
+from jaxserve.bench.results import held_alone, is_done, read_summary
 from jaxserve.json_fields import from_json
 
 _THREADS_PER_DEVICE = 4
@@ -47,6 +47,15 @@ class Configuration:
     @property
     def folder_name(self) -> str:
         return re.sub(r"[^A-Za-z0-9.-]+", "-", self.name).strip("-").lower()
+
+    def figures_in(self, folder: Path) -> Path:
+        """Where the loads' figures lie in the folder of a sweep."""
+        runs = self.runs_in(folder)
+        return runs / "http" if self.over_http else runs
+
+    def runs_in(self, folder: Path) -> Path:
+        """What its run is told to write to, in the folder of a sweep."""
+        return folder / "runs" / self.folder_name
 
 
 def plan(
@@ -155,6 +164,20 @@ def run_sweep(
         return _run(configurations, loads, arguments, folder, tell, seconds)
 
 
+def failed_of_sweep(configurations: Sequence[Configuration], loads: Sequence[Load], folder: Path) -> str:
+    """How many requests failed of what a sweep was asked for, as `failed_requests` tells it.
+
+    Raises:
+        ValueError: a file is not what was written there.
+    """
+    return failed_requests(
+        {
+            each.name: [found for load in loads if (found := read_summary(each.figures_in(folder), load)) is not None]
+            for each in configurations
+        }
+    )
+
+
 def _run(
     configurations: Sequence[Configuration],
     loads: Sequence[Load],
@@ -166,8 +189,8 @@ def _run(
     deadline = None if seconds is None else time.monotonic() + seconds
     failed, unfinished = [], []
     for number, configuration in enumerate(configurations, start=1):
-        runs = folder / "runs" / configuration.folder_name
-        if all(is_done(runs / "http" if configuration.over_http else runs, load) for load in loads):
+        runs = configuration.runs_in(folder)
+        if all(is_done(configuration.figures_in(folder), load) for load in loads):
             tell(f"{configuration.name}: done before")
             continue
         left = None if deadline is None else deadline - time.monotonic()
@@ -228,7 +251,7 @@ def _write_plan(folder: Path, configurations: Sequence[Configuration], arguments
     plans = {each.name: [*each.arguments, *fixed] for each in configurations}
     for each in configurations:
         was = kept.get(each.name, plans[each.name])
-        if was != plans[each.name] and any((folder / "runs" / each.folder_name).rglob("*.summary.json")):
+        if was != plans[each.name] and any(each.runs_in(folder).rglob("*.summary.json")):
             raise ValueError(
                 f"{folder} holds figures of {each.name} that were measured with {shlex.join(was)}, not "
                 f"{shlex.join(plans[each.name])}: give another --output"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.bench.records import Summary
+from jaxserve.bench.records import Summary, failed_requests
 from jaxserve.bench.results import Series
 
 
@@ -36,24 +36,10 @@ def verdict(series: Sequence[Series], slo_tpot_ms: float) -> str:
     """
     judged = [part for part in series if not _is_static(part)]
     told = [_best(judged, slo_tpot_ms)]
-    if left_out := failed_requests(judged):
+    if left_out := failed_requests({part.name: [point.summary for point in part.points] for part in judged}):
         told.append(f"Left out, since requests failed: {left_out}.")
     told += [_of_static(part, slo_tpot_ms) for part in series if _is_static(part)]
     return " ".join(told)
-
-
-def failed_requests(series: Sequence[Series]) -> str:
-    """Of which configurations how many requests failed at which loads, and why; empty where none did."""
-    return "; ".join(words for part in series if (words := _failures(part)))
-
-
-def _failures(part: Series) -> str | None:
-    failed = [point.summary for point in part.points if point.summary.num_failed]
-    if not failed:
-        return None
-    loads = [f"{each.load.label} ({each.num_failed} of {each.num_requests + each.num_failed})" for each in failed]
-    reason = next((f": {each.reason}" for each in failed if each.reason), "")
-    return f"{part.name} at {', '.join(loads)}{reason}"
 
 
 def _is_static(part: Series) -> bool:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxserve.cli import bench_options as options
-from jaxserve.cli.bench_sweep import compare, report, sweep
+from jaxserve.cli.bench_sweep import compare, report, sweep, tell_failed_requests
 from jaxserve.cli.default_command import GroupWithDefault
-from jaxserve.cli.errors import reported_errors
+from jaxserve.cli.errors import EXIT_FAILURE, reported_errors
 from jaxserve.cli.logs import configure_logging
 from jaxserve.cli.options import (
     DeviceName,
@@ -93,6 +93,7 @@ def run(
     configure_logging(verbose)
     with reported_errors(verbose, failure_file):
         from jaxserve.bench.model_check import check_model
+        from jaxserve.bench.records import failed_requests
         from jaxserve.bench.run import BenchOptions
         from jaxserve.bench.workload import load_workload
 
@@ -121,11 +122,12 @@ def run(
                 ignore_eos=ignore_eos,
                 extra_body=further,
             )
-            outcome = measure_endpoint(
+            text, summaries = measure_endpoint(
                 endpoint_options, bench_options, name=name or endpoint, vocab_size=vocab_size, client=client,
                 client_processes=client_processes, num_devices=endpoint_devices, on_summary=show,
                 output=output, command=_command(),
             )  # fmt: skip
+            measured = {name or endpoint: summaries}
         else:
             claim_device_memory(gpu_memory_utilization, tensor_parallel_size)
             check_model(model or "", chosen, max_model_len)
@@ -150,12 +152,16 @@ def run(
                 "dtype": dtype,
                 "device": device,
             }
-            outcome = measure_model(
+            text, measured = measure_model(
                 model or "", settings, bench_options, temperature=temperature, name=name, output=output,
                 http_client=client if http else None, client_processes=client_processes,
                 engine_process=engine_process, verbose=verbose,
             )  # fmt: skip
-        typer.echo(outcome)
+        typer.echo(text)
+        failures = failed_requests(measured)
+        if failures and failure_file is None:  # a sweep tells those of all that it ran
+            tell_failed_requests(failures, None if output is None or output.suffix == ".json" else output)
+            raise typer.Exit(EXIT_FAILURE)
 
 
 def measure_model(
@@ -170,8 +176,9 @@ def measure_model(
     client_processes: int,
     engine_process: EngineProcess,
     verbose: int,
-) -> str:
-    """Builds the engine, measures it, writes what is to be written, and returns the table.
+) -> tuple[str, dict[str, list[Summary]]]:
+    """Builds the engine, measures it, writes what is to be written, and returns the table and the figures by name: those in
+    process, and those over HTTP.
 
     Args:
         http_client: with what the same engine is measured over HTTP afterwards; None: it is not.
@@ -205,21 +212,20 @@ def measure_model(
         else:
             engine = start_engine(model, config, progress_on())
             measured = measure(engine, run)
-        parts = []
+        parts, figures = [], {run.name: measured.summaries}
         if not only_over_http:
             device = measured.environment["device"]
             parts += [f"{model}, {device}, in process, times in ms", format_table(measured.summaries)]
         if http_client is not None:
-            parts.append(
-                compare_over_http(
-                    engine, bench_options, measured, temperature=temperature, client=http_client,
-                    client_processes=client_processes, on_summary=show, folder=folder, file=file,
-                )
+            text, figures[f"{run.name} over HTTP"] = compare_over_http(
+                engine, bench_options, measured, temperature=temperature, client=http_client,
+                client_processes=client_processes, on_summary=show, folder=folder, file=file,
             )  # fmt: skip
+            parts.append(text)
     finally:
         if engine is not None:
             engine.shutdown()
-    return "\n".join(parts)
+    return "\n".join(parts), figures
 
 
 def show(summary: Summary) -> None:

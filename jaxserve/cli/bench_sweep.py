@@ -100,10 +100,8 @@ def sweep(
     configure_logging(verbose)
     with reported_errors(verbose):
         from jaxserve.bench.model_check import check_model
-        from jaxserve.bench.results import find_series
         from jaxserve.bench.run import BenchOptions
-        from jaxserve.bench.sweep import Outcome, plan, run_sweep
-        from jaxserve.bench.verdict import failed_requests
+        from jaxserve.bench.sweep import Outcome, failed_of_sweep, plan, run_sweep
         from jaxserve.bench.workload import load_workload
         from jaxserve.cli.bench import parse_loads
 
@@ -160,9 +158,7 @@ def sweep(
         try:
             if any(output.rglob("*.summary.json")):
                 _report(output, title, slo_tpot_ms)
-                runs = [output / "runs" / configuration.folder_name for configuration in configurations]
-                measured = [run for run in runs if any(run.rglob("*.summary.json"))]
-                failures = failed_requests([series for run in measured for series in find_series(run)])
+                failures = failed_of_sweep(configurations, loads, output)
         finally:  # whatever is wrong with the figures
             if outcome.failed:
                 typer.echo(f"failed: {', '.join(outcome.failed)}", err=True)
@@ -170,10 +166,15 @@ def sweep(
                 unfinished = ", ".join(outcome.unfinished)
                 typer.echo(f"not done yet: {unfinished}; the same command goes on from here", err=True)
         if failures:
-            again = f"a load whose .summary.json below {output / 'runs'} is removed is measured again"
-            typer.echo(f"requests failed: {failures}; {again}", err=True)
+            tell_failed_requests(failures, output / "runs")
         if failures or outcome != Outcome():
             raise typer.Exit(EXIT_FAILURE)
+
+
+def tell_failed_requests(failures: str, folder: Path | None) -> None:
+    """One line on stderr; with what has the loads measured again where their figures were written into a folder."""
+    again = "" if folder is None else f"; a load whose .summary.json below {folder} is removed is measured again"
+    typer.echo(f"requests failed: {failures}{again}", err=True)
 
 
 def _flags(values: dict[str, object]) -> list[str]:

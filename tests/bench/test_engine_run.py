@@ -319,7 +319,7 @@ def test_over_http_the_same_engine_gives_whole_answers_and_a_difference(tmp_path
             engine, options, ceiling=CEILING, temperature=0.0, on_summary=lambda summary: None
         )
         measured = model_run.Measured({"name": "tiny"}, CEILING, summaries, results)
-        text = compare_over_http(
+        text, over_http = compare_over_http(
             engine, options, measured, temperature=0.0, client="own", client_processes=1,
             on_summary=lambda summary: None, folder=tmp_path, file=tmp_path / "all.json",
         )  # fmt: skip
@@ -333,7 +333,7 @@ def test_over_http_the_same_engine_gives_whole_answers_and_a_difference(tmp_path
     for part in (both, both["http"]):
         assert [Summary.from_json(summary).load for summary in part["summaries"]] == [LOADS[1]]
         assert [record["output_tokens"] for record in part["requests"]["2"]] == [12] * 4
-    assert both["summaries"][0] == summaries[0].to_json() != both["http"]["summaries"][0]
+    assert both["summaries"][0] == summaries[0].to_json() != both["http"]["summaries"][0] == over_http[0].to_json()
 
 
 def _written(folder: Path, config: ModelConfig) -> str:

@@ -175,12 +175,12 @@ async def test_client_processes_share_the_load(client: str) -> None:
 async def test_what_an_endpoint_gave_is_written_to_a_file_or_a_folder(tmp_path: Path, name: str) -> None:
     options = BenchOptions(workload=FIXED, loads=(Load("concurrency", 2),), num_requests=3)
     async with endpoint_of(FakeEngine(endless)) as url:
-        table = await asyncio.to_thread(
+        table, [summary] = await asyncio.to_thread(
             measure_endpoint, EndpointOptions(url), options, name="peer", vocab_size=256, client="own",
             client_processes=1, num_devices=2, on_summary=lambda summary: None, output=tmp_path / name,
             command=["jaxserve"],
         )  # fmt: skip
-    assert MODEL_NAME in table
+    assert MODEL_NAME in table and (summary.num_requests, summary.num_failed) == (3, 0)
     if name == "run.json":
         data = json.loads((tmp_path / name).read_text())
         assert [record["output_tokens"] for record in data["requests"]["2"]] == [20] * 3

@@ -159,9 +159,12 @@ def test_a_sweep_of_which_all_fails_names_what_did(tmp_path: Path, commands: lis
     assert code == 1 and "failed: TP2" in output and "is no whole JSON" in output.splitlines()[-1], output
 
 
-def test_a_sweep_with_failed_requests_fails_once_it_is_reported(tmp_path: Path, commands: list[list[str]]) -> None:
+def test_a_sweep_with_failed_requests_fails_once_it_is_reported(
+    tmp_path: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever runs it in CI looks at the exit code; static batching is no exception, though no verdict judges it."""
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr("jaxserve.bench.report.draw_charts", lambda series, folder: [])
     study = ["sweep", "--model", "llama-3-8b", "--static-batching", "--concurrency", "1,4"]
     study += ["--output", str(tmp_path)]
     write_run(tmp_path, "TP1", loads=LOADS[:2])
@@ -177,8 +180,13 @@ def test_a_sweep_with_failed_requests_fails_once_it_is_reported(tmp_path: Path, 
     assert told.startswith(
         "requests failed: TP1 static at 1 (3 of 8), 4 (3 of 12): status 500; a load whose .summary.json"
     )
-    study.remove("--static-batching")  # what else lies in the folder was not asked for
-    assert command(*study)[0] == 0
+    # What else lies in the folder was not asked for.
+    assert command(*(word for word in study if word != "--static-batching"))[0] == 0
+    write_run(tmp_path, "TP1 static", loads=LOADS[:1], settings={"static_batching": True})
+    code, output = command(*(word.replace("1,4", "1") for word in study))
+    assert code == 0 and "TP1 static with 4 requests in flight: 3 of 12" in (tmp_path / "report.html").read_text()
+    code, output = command(*study)
+    assert code == 1 and "requests failed: TP1 static at 4 (3 of 12): status 500;" in output
 
 
 def test_a_sweep_ends_in_time_and_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

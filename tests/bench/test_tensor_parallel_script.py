@@ -121,6 +121,18 @@ def test_sums_that_failed_are_told_and_are_not_missing(
     assert "sums that failed: peers_float32 of 64 rows (its process ended with -11)" in capsys.readouterr().out
 
 
+def test_requests_that_failed_fail_it_once_all_is_told(
+    script: ModuleType, commands: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*ASKED, "--output", str(tmp_path)]
+    assert script.main(arguments) == 0
+    settings = {"tensor_parallel_size": 8}
+    write_run(tmp_path, "TP8", loads=LOADS[1:], num_devices=8, settings=settings, failures=3)
+    capsys.readouterr()
+    assert script.main(arguments) == 1
+    assert "requests failed: TP8 at 64 (3 of 192): status 500\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

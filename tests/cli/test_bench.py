@@ -1,6 +1,7 @@
 """`jaxserve bench` as a person types it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from jaxserve.bench.records import Load
+from jaxserve.bench.in_process import InProcessTarget
+from jaxserve.bench.load import OnEnd
+from jaxserve.bench.records import Load, RequestRecord
+from jaxserve.bench.workload_files import Task
 from jaxserve.cli.bench import parse_loads
 from jaxserve.cli.main import build_app
+from tests.fakes import FakeEngine, endless, fake_service
+from tests.server.harness import serving
 from tests.tiny_engine import MODEL_CONFIG, few_programs
 
 
@@ -48,6 +54,46 @@ def test_what_was_measured_before_a_load_that_takes_too_long_is_in_the_file(tmp_
     kept = json.loads(output.read_text())
     assert [summary["load"] for summary in kept["summaries"]] == ["1"] and len(kept["requests"]["1"]) == 2
     assert kept["workload"] == "fixed:8/6"
+
+
+def test_a_run_with_failed_requests_fails_once_its_table_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs it in CI looks at the exit code."""
+    begin = InProcessTarget.start
+
+    def start(self: InProcessTarget, index: int, task: Task, on_end: OnEnd) -> None:
+        if index == 1:
+            on_end(RequestRecord(task.prompt, 0, 0.0, 0.0, 0.0, index=index, error="it was lost"))
+        else:
+            begin(self, index, task, on_end)
+
+    monkeypatch.setattr(InProcessTarget, "start", start)
+    model = tmp_path / "tiny.json"
+    model.write_text(json.dumps(MODEL_CONFIG.to_json()))
+    arguments = ["--workload", "fixed:8/6", "--concurrency", "1,2", "--num-requests", "3", "--max-num-seqs", "2",
+                 "--max-num-batched-tokens", "16", "--output", str(tmp_path / "out.json"), "--name", "A"]  # fmt: skip
+    with few_programs("full"):
+        code, output = bench(str(model), *arguments)
+    assert code == 1 and "at 2: 1 of 3 requests failed: it was lost" in output
+    assert output.splitlines()[-1] == "requests failed: A at 1 (1 of 3), 2 (1 of 3): it was lost"
+    assert (tmp_path / "out.json").is_file()
+
+
+def test_what_an_endpoint_refused_fails_the_run_until_it_is_measured_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = ["--workload", "fixed:6/20", "--num-requests", "5", "--request-rate", "500", "--name", "peer",
+                 "--vocab-size", "200", "--output", str(folder)]  # fmt: skip
+    with serving(fake_service(FakeEngine(endless, max_live=1, token_delay=0.01))) as url:
+        for told_again in (False, True):  # the second time it is read from the folder
+            code, output = bench("--endpoint", url, *arguments)
+            assert code == 1 and ("measuring" in output) != told_again
+            last = output.splitlines()[-1]
+            assert re.match(r"requests failed: peer at 500/s \(\d of 5\): status 429: .*too many requests wait; ", last)
+            assert last.endswith(f"; a load whose .summary.json below {folder} is removed is measured again")
+        # A sweep tells those of all its runs itself: to it the run has done what it was to do.
+        code, output = bench("--endpoint", url, *arguments, "--failure-file", str(tmp_path / "reason"))
+        assert code == 0 and "requests failed: peer" not in output and not (tmp_path / "reason").exists()
 
 
 @pytest.mark.long  # two engines are built, each in a process of its own
