@@ -17,6 +17,7 @@ from jaxserve.bench.results import one_object, write_environment, write_one_file
 from jaxserve.bench.run import BenchOptions, run_loads
 from jaxserve.config import ServerConfig
 from jaxserve.engine.remote_engine import RemoteEngine
+from jaxserve.wording import plural
 
 _PACKAGES = ("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client", "tokenizers", "httpx", "jinja2")
 
@@ -97,7 +98,8 @@ def compare_over_http(
         finally:
             target.close()
     place = "one like it in a process of its own" if isinstance(engine, RemoteEngine) else "in the server's process"
-    head = f"the same engine over HTTP ({place}), {client} client in {client_processes} processes, times in ms"
+    clients = f"{client} client in {client_processes} {plural('process', client_processes)}"
+    head = f"the same engine over HTTP ({place}), {clients}, times in ms"
     return "\n".join([head, format_table(summaries), *differences(in_process.summaries, summaries)]), summaries
 
 

@@ -14,6 +14,7 @@ from jaxserve.bench.records import Load, RequestRecord, RunResult, Snapshot
 from jaxserve.bench.workload import Workload
 from jaxserve.bench.workload_files import Task
 from jaxserve.engine.draft_stats import SpeculativeStats
+from jaxserve.wording import plural
 
 OnEnd = Callable[[RequestRecord], None]
 _POISSON_SECONDS = 30.0  # a rate is held for about so long where no number of requests is given
@@ -115,8 +116,8 @@ class LoadRun:
             held = self._load.value if self._load.kind == "concurrency" else 1
             fewer = ", or measure fewer (--num-requests)" if self._num_requests > held else ""
             raise LoadTimeoutError(
-                f"{self._num_recorded} of {self._num_requests} requests ended within {timeout:g} s {self._load.words}: "
-                f"raise --timeout{fewer}"
+                f"{self._num_recorded} of {self._num_requests} {plural('request', self._num_requests)} ended within "
+                f"{timeout:g} s {self._load.words}: raise --timeout{fewer}"
             )
         gap = None
         if busy_before is not None and busy_after is not None:

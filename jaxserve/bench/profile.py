@@ -29,6 +29,7 @@ from jaxserve.engine.replicas import ReplicatedEngine
 from jaxserve.models.kv_cache import kv_bytes_per_token
 from jaxserve.models.param_spec import ParamSpec
 from jaxserve.models.params import param_specs
+from jaxserve.wording import plural
 
 KeyT = TypeVar("KeyT")
 
@@ -142,8 +143,8 @@ def profile_decode(
     before = engine.stats().generation_tokens
     deadline = _Deadline(
         time.monotonic() + timeout,
-        f"{concurrency} sequences from {context} tokens on did not get through {num_steps} steps within {timeout:g} s: ask "
-        "for less (--concurrency, --context, --steps)",
+        f"{concurrency} {plural('sequence', concurrency)} from {context} {plural('token', context)} on did not get through "
+        f"{num_steps} {plural('step', num_steps)} within {timeout:g} s: ask for less (--concurrency, --context, --steps)",
     )
     with jax.profiler.trace(str(folder), create_perfetto_trace=True, profiler_options=_options()):
         for index in range(concurrency):
@@ -175,10 +176,9 @@ def check_room(concurrency: int, tokens: int, *, max_num_seqs: int | None, max_m
         ValueError: so many sequences of so many tokens do not fit.
     """
     if tokens >= (max_model_len or math.inf) or concurrency > (max_num_seqs or math.inf):
-        raise ValueError(
-            f"{concurrency} sequences of {tokens} tokens do not fit {max_num_seqs=} and {max_model_len=}: raise these, "
-            "or ask for less"
-        )
+        subject = f"{concurrency} {plural('sequence', concurrency)} of {tokens} tokens"
+        verb = "does" if concurrency == 1 else "do"
+        raise ValueError(f"{subject} {verb} not fit {max_num_seqs=} and {max_model_len=}: raise these, or ask for less")
 
 
 def _options() -> jax.profiler.ProfileOptions:
@@ -304,8 +304,9 @@ def format_window(window: Window, floors: dict[str, float], *, most: int) -> str
     add up to more than the time in which kernels ran, and another why shares are above 100%.
     """
     lines = [
-        f"{window.num_steps} steps in {window.seconds * 1e3:.1f} ms: {window.seconds / window.num_steps * 1e3:.3f} ms a "
-        f"step, {len(window.events) / window.num_steps:.0f} kernels a step, host gap {window.host_gap:.1%}",
+        f"{window.num_steps} {plural('step', window.num_steps)} in {window.seconds * 1e3:.1f} ms: "
+        f"{window.seconds / window.num_steps * 1e3:.3f} ms a step, {len(window.events) / window.num_steps:.0f} kernels a "
+        f"step, host gap {window.host_gap:.1%}",
         "",
         f"{'us a step':>10}  {'floor':>8}  {'share':>6}  paragraph",
     ]

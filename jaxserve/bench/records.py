@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.json_fields import from_json
+from jaxserve.wording import plural
 
 _STATISTICS = ("mean", "p50", "p90", "p99")
 _REASON_CHARACTERS = 160  # of why a request failed: an endpoint may answer with a whole page
@@ -45,9 +46,9 @@ class Load:
     @property
     def words(self) -> str:
         if self.kind == "concurrency":
-            return f"with {self.value:g} request{'s' if self.value != 1 else ''} in flight"
+            return f"with {self.value:g} {plural('request', self.value)} in flight"
         if self.kind == "rate":
-            return f"at {self.value:g} request{'s' if self.value != 1 else ''} a second"
+            return f"at {self.value:g} {plural('request', self.value)} a second"
         return f"on the trace at {self.value:g} times its speed"
 
     @property

@@ -21,6 +21,7 @@ from typing import Any
 from jaxserve.bench.json_files import read_json, read_json_lines
 from jaxserve.bench.records import Load, RequestRecord, RunResult, Snapshot, Summary, first_failure
 from jaxserve.json_fields import from_json
+from jaxserve.wording import plural
 
 _ENVIRONMENT = "environment.json"
 # Runs that agree in these are parts of one run.
@@ -275,7 +276,8 @@ def _read_records(path: Path, summary_path: Path, summary: Summary) -> list[Requ
         raise ValueError(f"{path}, with the requests of {summary_path.name}, is missing: {remedy}") from None
     wanted = summary.num_requests + summary.num_failed
     if len(records) != wanted:
-        raise ValueError(f"{path} holds {len(records)} requests, not the {wanted} of {summary_path.name}: {remedy}")
+        found = f"{len(records)} {plural('request', len(records))}"
+        raise ValueError(f"{path} holds {found}, not the {wanted} of {summary_path.name}: {remedy}")
     return records
 
 

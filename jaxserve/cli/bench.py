@@ -33,6 +33,7 @@ from jaxserve.cli.serve_options import EngineProcessName
 from jaxserve.config import EngineConfig, EngineProcess
 from jaxserve.device_memory import claim_device_memory
 from jaxserve.progress_display import progress_on
+from jaxserve.wording import plural
 
 if TYPE_CHECKING:
     from jaxserve.bench.records import Load, Summary
@@ -234,7 +235,7 @@ def show(summary: Summary) -> None:
 
 
 def _tell_load(load: Load, num_requests: int) -> None:
-    typer.echo(f"measuring {num_requests} requests at {load.label} …", err=True)
+    typer.echo(f"measuring {num_requests} {plural('request', num_requests)} at {load.label} …", err=True)
 
 
 def _command() -> tuple[str, ...]:

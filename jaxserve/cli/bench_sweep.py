@@ -21,6 +21,7 @@ from jaxserve.cli.options import (
     read_speculative_config,
 )
 from jaxserve.config import EngineConfig
+from jaxserve.wording import plural
 
 SWEEP_CONCURRENCY = "1,4,8,10,16,20,30,64"
 
@@ -217,8 +218,8 @@ def compare(
             return
         beyond = sum(difference.is_beyond_noise for difference in differences)
         typer.echo(
-            f"{beyond} of {len(differences)} differences are beyond the noise between requests "
-            "(where nothing changed, one in twenty is)"
+            f"{beyond} of {len(differences)} {plural('difference', len(differences))} {'is' if beyond == 1 else 'are'} "
+            "beyond the noise between requests (where nothing changed, one in twenty is)"
         )
 
 

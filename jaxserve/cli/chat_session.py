@@ -10,6 +10,7 @@ from typing import Protocol
 
 from jaxserve.cli.chat_settings import ChatSettings
 from jaxserve.engine.draft_stats import SpeculativeStats
+from jaxserve.wording import plural
 
 Message = dict[str, str]  # role and content, as chat templates take them
 
@@ -90,8 +91,8 @@ class AnswerStats:
 
     def text(self) -> str:
         lines = [
-            f"prompt: {self.prompt_tokens} tokens",
-            f"answer: {self.generated_tokens} tokens ({self.finish_reason})",
+            f"prompt: {self.prompt_tokens} {plural('token', self.prompt_tokens)}",
+            f"answer: {self.generated_tokens} {plural('token', self.generated_tokens)} ({self.finish_reason})",
         ]
         if self.time_to_first_token is not None:
             lines.append(f"time to first token: {self.time_to_first_token * 1000:.0f} ms")

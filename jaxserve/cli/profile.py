@@ -23,6 +23,7 @@ from jaxserve.cli.options import (
 )
 from jaxserve.device_memory import claim_device_memory
 from jaxserve.progress_display import progress_on
+from jaxserve.wording import plural
 
 _ATTENTION = "1x1024,8x330,8x1024,16x8192,32x1024,64x330,64x1024"
 _PREFILL = "256,1024,4096"
@@ -85,7 +86,8 @@ def profile(
             )  # fmt: skip
         finally:
             engine.shutdown()
-        typer.echo(f"{model}, {engine.device_kind}, {concurrency} sequences at about {window.context:.0f} tokens")
+        sequences = f"{concurrency} {plural('sequence', concurrency)}"
+        typer.echo(f"{model}, {engine.device_kind}, {sequences} at about {window.context:.0f} tokens")
         typer.echo(format_window(window, floors, most=kernels))
         for path in sorted(output.rglob("perfetto_trace.json.gz"))[-1:]:
             typer.echo(f"trace for https://ui.perfetto.dev: {path}")

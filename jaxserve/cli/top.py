@@ -21,6 +21,7 @@ from jaxserve.cli.errors import reported_errors
 from jaxserve.cli.logs import configure_logging
 from jaxserve.cli.options import Verbose
 from jaxserve.cli.top_numbers import Reading, mean_ms, parse_metrics, quantile_ms, rate, sparkline
+from jaxserve.wording import plural
 
 WINDOW_SECONDS = 10.0  # that times are taken over, where there are readings of as long
 _START = Reading(0.0, {}, {})  # of a server that has not answered anything
@@ -136,6 +137,6 @@ def screen(history: Iterable[Reading], root: str, *, since_start: bool = False) 
     return Panel(
         table,
         title=title,
-        subtitle=f"{ended} answer{'s' if ended != 1 else ''}{uptime}; times {window}",
+        subtitle=f"{ended} {plural('answer', ended)}{uptime}; times {window}",
         expand=False,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+from jaxserve.wording import plural
+
 
 @dataclass(frozen=True)
 class SpeculativeStats:
@@ -43,7 +45,7 @@ class SpeculativeStats:
         if self.acceptance is None:
             return f"drafts ({self.method}): none"
         kept, drafted = self.num_accepted_tokens, self.num_draft_tokens
-        return f"drafts ({self.method}): {kept} of {drafted} tokens kept ({self.acceptance:.0%})"
+        return f"drafts ({self.method}): {kept} of {drafted} {plural('token', drafted)} kept ({self.acceptance:.0%})"
 
     @property
     def kept_by_position(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.engine.limits import SchedulerLimits
+from jaxserve.wording import plural
 
 _GIB = 1024**3
 
@@ -94,7 +95,7 @@ class MemoryPlan:
         """Lines of text."""
         limits = self.limits
         tokens = limits.num_pages * limits.page_size
-        at_once = f"{limits.max_num_seqs:,} sequence{'s' if limits.max_num_seqs != 1 else ''} at once"
+        at_once = f"{limits.max_num_seqs:,} {plural('sequence', limits.max_num_seqs)} at once"
         rows = [
             ("weights", self.use.weights, ""),
             ("KV pages", self.use.kv_cache, f"{limits.num_pages:,} of {limits.page_size} tokens"),

@@ -240,15 +240,16 @@ class Submissions:
     def _check_queue(self, num_prompt_tokens: int, num_choices: int) -> None:
         """Under the lock: whether a request may wait. One that nothing stands before always may."""
         if self._num_live + num_choices > self._most and self._num_live:
+            live = "sequence runs or waits" if self._num_live == 1 else "sequences run or wait"
             raise QueueFullError(
-                f"{self._num_live} sequences run or wait, of at most {self._most}; try again later, or raise "
-                "--max-num-queued-requests"
+                f"{self._num_live} {live}, of at most {self._most}; try again later, or raise --max-num-queued-requests"
             )
         if self._most_tokens is None or not self._num_queued_tokens:
             return
         if self._num_queued_tokens + num_choices * num_prompt_tokens > self._most_tokens:
+            queued = "prompt token waits" if self._num_queued_tokens == 1 else "prompt tokens wait"
             raise QueueFullError(
-                f"{self._num_queued_tokens} prompt tokens wait, of at most {self._most_tokens}, and this request brings "
+                f"{self._num_queued_tokens} {queued}, of at most {self._most_tokens}, and this request brings "
                 f"{num_choices * num_prompt_tokens} more; try again later, or raise --max-num-queued-tokens"
             )
 

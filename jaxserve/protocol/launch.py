@@ -28,6 +28,7 @@ from jaxserve.speculative_config import HEAD_METHODS
 from jaxserve.structured.compiler import ForwardingCompiler, GrammarCompiler
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,11 @@ def launch(
             raise _unservable(pinned_prompt_name, error) from error
         num_pages = num_tokens // config.page_size  # full ones: no other is kept
         logger.info(
-            "%s: pinned a prompt of %d tokens, which keeps %d KV pages", pinned_prompt_name, num_tokens, num_pages
+            "%s: pinned a prompt of %d tokens, which keeps %d KV %s",
+            pinned_prompt_name,
+            num_tokens,
+            num_pages,
+            plural("page", num_pages),
         )
     return service
 

@@ -106,6 +106,8 @@ def test_a_run_that_takes_too_long_says_how_far_it_came() -> None:
     with pytest.raises(LoadTimeoutError, match=message):
         LoadRun(target, FIXED, Load("concurrency", 2), 3).run(0.01)
     assert target.stopped
+    with pytest.raises(LoadTimeoutError, match=r"^0 of 1 request ended within 0.01 s with 1 request in flight: raise"):
+        LoadRun(FakeTarget(), FIXED, Load("concurrency", 1), 1).run(0.01)
 
 
 def test_what_precedes_the_loads_is_told_apart_from_them() -> None:

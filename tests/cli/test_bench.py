@@ -87,13 +87,21 @@ def test_what_an_endpoint_refused_fails_the_run_until_it_is_measured_anew(tmp_pa
     with serving(fake_service(FakeEngine(endless, max_live=1, token_delay=0.01))) as url:
         for told_again in (False, True):  # the second time it is read from the folder
             code, output = bench("--endpoint", url, *arguments)
-            assert code == 1 and ("measuring" in output) != told_again
+            assert code == 1 and ("measuring 5 requests at 500/s" in output) != told_again
             last = output.splitlines()[-1]
             assert re.match(r"requests failed: peer at 500/s \(\d of 5\): status 429: .*too many requests wait; ", last)
             assert last.endswith(f"; a load whose .summary.json below {folder} is removed is measured again")
         # A sweep tells those of all its runs itself: to it the run has done what it was to do.
         code, output = bench("--endpoint", url, *arguments, "--failure-file", str(tmp_path / "reason"))
         assert code == 0 and "requests failed: peer" not in output and not (tmp_path / "reason").exists()
+
+
+def test_one_request_is_told_as_one() -> None:
+    with serving(fake_service(FakeEngine(endless))) as url:
+        code, output = bench(
+            "--endpoint", url, "--workload", "fixed:6/20", "--num-requests", "1", "--concurrency", "1", "--vocab-size", "200"
+        )  # fmt: skip
+    assert code == 0 and "measuring 1 request at 1 …" in output.splitlines()
 
 
 @pytest.mark.long  # two engines are built, each in a process of its own

@@ -142,7 +142,7 @@ def test_shapes_that_no_kernel_has(arguments: list[str], message: str) -> None:
         (["--context", "0"], "'--context': 0 must be at least 1"),
         (["--kernels", "0"], "'--kernels': 0 must be at least 1"),
         (["--concurrency", "8", "--max-num-seqs", "4"], "8 sequences of 420 tokens do not fit max_num_seqs=4"),
-        (["--context", "500", "--max-model-len", "512"], "1 sequences of 520 tokens do not fit"),
+        (["--context", "500", "--max-model-len", "512"], "1 sequence of 520 tokens does not fit"),
     ],
 )
 def test_windows_that_cannot_be(arguments: list[str], message: str, tmp_path: Path) -> None:

@@ -111,6 +111,8 @@ def test_stats_tell_tokens_and_times() -> None:
     assert "time to first token: 250 ms" in text
     assert "10.0 tokens/s (100.0 ms per token)" in text
     assert "drafts" not in text
+    assert text.splitlines()[:2] == ["prompt: 10 tokens", "answer: 5 tokens (stop)"]
+    assert "answer: 1 token (length)" in AnswerStats(10, 1, 0.25, 0.0, "length", 0).text()
 
 
 def test_stats_tell_the_method_and_how_many_drafts_of_the_answer_were_kept_at_each_place() -> None:

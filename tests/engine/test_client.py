@@ -178,6 +178,18 @@ def test_a_full_queue_refuses_and_takes_again() -> None:
         assert len(again.tokens()) == 3
 
 
+def test_a_queue_that_one_fills_says_so_of_one() -> None:
+    gate = Gate()
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    with engine(make_limits(seqs=1), EngineConfig(max_num_queued_requests=0), gate) as client:
+        received = Collected()
+        client.submit_with_callback(PROMPT, sampling, received)
+        with pytest.raises(QueueFullError, match=r"^1 sequence runs or waits, of at most 1; try again later"):
+            client.submit_with_callback(PROMPT, sampling, lambda output: None)
+        gate.opened.set()
+        assert len(received.tokens()) == 3
+
+
 def test_too_many_prompt_tokens_that_wait_refuse() -> None:
     gate = Gate()
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)

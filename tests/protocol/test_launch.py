@@ -90,6 +90,8 @@ def test_what_is_pinned_is_told_with_its_pages(
     )
     launch_pinned(tiny_model_dir, "x" * 100, page_size=16)
     assert "prompt.txt: pinned a prompt of 116 tokens, which keeps 7 KV pages" in caplog.messages
+    launch_pinned(tiny_model_dir, "x" * 100, page_size=64)
+    assert "prompt.txt: pinned a prompt of 116 tokens, which keeps 1 KV page" in caplog.messages
 
 
 def test_a_pinned_prompt_that_the_engines_memory_cannot_hold_is_named(
