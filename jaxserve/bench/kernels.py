@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxserve.bench.floor import Ceiling
+from jaxserve.bench.records import significant
 
 _REPETITIONS = 7
 ABOVE = 1.005  # shares that are shown as more than 100%
@@ -87,11 +88,9 @@ def format_kernels(times: Sequence[KernelTime], ceiling: Ceiling) -> str:
         measured = ("-", "-", "-")
         if not math.isnan(entry.seconds):
             rate = case.operations / entry.seconds
-            measured = (
-                f"{entry.bandwidth / 1e9:.1f}", f"{rate / 1e12:.2f}", f"{floor / entry.seconds:.0%}"
-            )  # fmt: skip
+            measured = significant(entry.bandwidth / 1e9), significant(rate / 1e12), f"{floor / entry.seconds:.0%}"
         bandwidth, rate_text, share = measured
-        megabytes, floor_text = f"{case.num_bytes / 1e6:.2f}", f"{floor * 1e6:.1f}"
+        megabytes, floor_text = significant(case.num_bytes / 1e6), significant(floor * 1e6)
         rows.append((case.kernel, case.shape, entry.microseconds, megabytes, bandwidth, rate_text, floor_text, share))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [

@@ -120,10 +120,20 @@ def test_the_table_sets_time_against_the_floor() -> None:
     )
     text = format_kernels([KernelTime(case, 2 * case.num_bytes / 1e12), KernelTime(case, math.nan)], CEILING)
     row, noise = text.splitlines()[1:]
-    assert row.split()[-1] == "50%" and row.split()[-4] == "500.0"
+    assert row.split()[-1] == "50%" and row.split()[-4] == "500"
     assert "noise" in noise and noise.endswith("-")
     slow = Ceiling(1e12, 1e9, "table")  # so slow at products that these decide
     assert KernelTime(case, 1.0).floor(slow) == pytest.approx(case.operations / 1e9)
+
+
+def test_what_is_small_is_told_in_digits_that_say_something() -> None:
+    """As on a slow machine, or of a kernel that computes little."""
+    case = KernelCase("norm", "1 x 64", 512, 640.0, lambda: pytest.fail("it is not run"))
+    row = format_kernels([KernelTime(case, 1e-5)], Ceiling(1e10, 1e12, "measured")).splitlines()[1]
+    assert row.split()[-6:] == ["10.0", "0.000512", "0.0512", "6.4e-05", "0.0512", "1%"]
+    large = KernelCase("product", "2048 x 4096", 150_000_000, 4.12e11, lambda: pytest.fail("it is not run"))
+    row = format_kernels([KernelTime(large, 6e-4)], Ceiling(3e12, 8e14, "table")).splitlines()[1]
+    assert row.split()[-6:] == ["600.0", "150", "250", "687", "515", "86%"]
 
 
 def test_shares_that_only_a_cache_allows_are_told_to_be_such() -> None:
