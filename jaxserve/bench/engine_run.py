@@ -126,7 +126,9 @@ def judge_of(
 
     def judge(summary: Summary, runs: Sequence[RunResult]) -> Summary:
         replicas = num_devices // config.tensor_parallel_size
-        running = _running(summary, runs, config)
+        room = _room(config, workload.mean_context)
+        # Sequences that share pages may be more than there is room for each by itself; pages are read that there are.
+        running = _running(summary, runs, config, math.inf if config.enable_prefix_caching else room)
         # With drafts a step gives a sequence several tokens: what it takes at least is no floor of the time for one.
         floor = (
             None
@@ -135,7 +137,7 @@ def judge_of(
                 model,
                 jnp.dtype(config.dtype),
                 engine.device_kind,
-                batch=running / replicas,
+                batch=min(running / replicas, room),
                 context=workload.mean_context,
                 num_devices=config.tensor_parallel_size,
                 bandwidth=ceiling.bandwidth,
@@ -164,14 +166,23 @@ def judge_of(
     return judge
 
 
-def _running(summary: Summary, runs: Sequence[RunResult], config: EngineConfig) -> float:
-    """`mean_running` of what the engine's slots hold: what else is in flight waits, and is in no step."""
+def _room(config: EngineConfig, context: float) -> float:
+    """How many sequences with so many tokens each the pages of one replica hold."""
+    return math.inf if config.num_pages is None else config.num_pages * config.page_size / context
+
+
+def _running(summary: Summary, runs: Sequence[RunResult], config: EngineConfig, room: float) -> float:
+    """`mean_running` of what the engine's slots hold and its pages: what else is in flight waits, and is in no step.
+
+    Args:
+        room: sequences for which one replica has pages.
+    """
     running, load = summary.mean_running, summary.load
     if config.static_batching and load.kind == "concurrency":
         # Slots of those that have ended stay empty until all of the batch have; one always runs.
         answered = [[record for record in run.records if record.error is None] for run in runs]
         running = max(1.0, float(np.median([decoding_of_held(part, load) for part in answered if part])))
-    return min(running, (config.max_num_seqs or math.inf) * config.data_parallel_size)
+    return min(running, min(config.max_num_seqs or math.inf, room) * config.data_parallel_size)
 
 
 def ceiling_of(engine: EngineClient | ReplicatedEngine) -> Ceiling:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -211,6 +212,39 @@ def test_the_floor_is_of_the_requests_that_have_a_slot(
     summary = judged(engine, config, Load("concurrency", in_flight), run)
     assert summary.mean_running == running
     assert summary.floor_ms == pytest.approx(floor_of(running / replicas))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "load", "running"),
+    [
+        (1, Load("concurrency", 3), 3),
+        (1, Load("concurrency", 400), 4),
+        (2, Load("concurrency", 400), 8),
+        (1, Load("rate", 9), 4),  # its records have six at once, of whom two were preempted
+    ],
+)
+def test_the_floor_is_of_the_requests_that_have_pages(
+    engine: EngineClient, replicas: int, load: Load, running: int
+) -> None:
+    """There are slots for more, who wait: with them it was above what steps took."""
+    config = with_few_pages(engine.config, data_parallel_size=replicas, enable_prefix_caching=False)
+    run = RunResult([RequestRecord(10, 12, 0.0, 0.0, 1.2, index=index) for index in range(6)], 1.2, 72.0)
+    summary = judged(engine, config, load, run)
+    assert summary.mean_running == pytest.approx(running)
+    assert summary.floor_ms == pytest.approx(floor_of(running / replicas))
+
+
+def test_requests_that_share_pages_read_no_more_of_them_than_there_are(engine: EngineClient) -> None:
+    run = RunResult([RequestRecord(10, 12, 0.0, 0.1, 1.2)], 1.2, 12.0)
+    config = with_few_pages(engine.config, enable_prefix_caching=True)
+    summary = judged(engine, config, Load("concurrency", 20), run)
+    assert summary.mean_running == 20  # with pages of their own it could not be
+    assert summary.floor_ms == pytest.approx(floor_of(4))
+
+
+def with_few_pages(config: EngineConfig, **settings: Any) -> EngineConfig:
+    """For four sequences of sixteen tokens, the mean length of those that `judged` has, and slots for more."""
+    return replace(config, max_num_seqs=32, num_pages=8, page_size=8, **settings)
 
 
 @pytest.mark.parametrize(("in_flight", "running"), [(1, 1), (2, 1.5), (400, 2)])
