@@ -7,18 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxserve.bench.compare import Difference, compare
 from jaxserve.bench.records import Load
 from jaxserve.bench.results import Series, read_series
-from jaxserve.cli.main import build_app
+from tests.bench.bench_command import bench
 from tests.bench.made_up_runs import LOADS, RATES, write_run
-
-
-def command(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(build_app(), ["bench", *arguments])
-    return result.exit_code, result.output
 
 
 def of(differences: list[Difference], metric: str) -> list[Difference]:
@@ -85,7 +79,7 @@ def test_loads_that_only_one_side_has_are_told(tmp_path: Path) -> None:
 def test_who_refuses_requests_is_not_called_faster(failures: tuple[int, int], tmp_path: Path) -> None:
     for side, failed, tpot in zip("ab", failures, (5.0, 1.0), strict=True):
         write_run(tmp_path / side, "TP1", loads=LOADS[:1], failures=failed, tpot_ms=tpot)
-    code, output = command("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    code, output = bench("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert code == 0 and "not judged, since requests failed" in output
     assert "faster by" not in output and "more by" not in output
     assert output.endswith("nothing is judged: requests failed at each load that the two have in common\n")
@@ -96,10 +90,10 @@ def test_who_refuses_requests_is_not_called_faster(failures: tuple[int, int], tm
 def test_compare_on_the_command_line(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "TP1", loads=LOADS[:2])
     write_run(tmp_path / "b", "other", loads=LOADS[:2], tpot_ms=6.0)
-    code, output = command("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    code, output = bench("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert code == 0
     assert "TP1 at 4, TPOT: " in output and "slower by" in output and "of 6 differences are beyond" in output
-    assert command("compare", str(tmp_path / "a"), str(tmp_path / "none"))[0] == 1
+    assert bench("compare", str(tmp_path / "a"), str(tmp_path / "none"))[0] == 1
 
 
 def test_the_figures_of_the_table_are_compared(tmp_path: Path) -> None:
@@ -147,7 +141,7 @@ def test_what_was_not_measured_alike_is_said(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "TP1", loads=LOADS[:1], architecture={"num_layers": 2}, **alike)
     write_run(tmp_path / "b", "TP1", loads=LOADS[:1], **other)
     write_run(tmp_path / "b", "TP2", loads=LOADS[:1])
-    code, output = command("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    code, output = bench("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert code == 0, output
     only, unlike = output.splitlines()[:2]
     assert only == "only B has TP2"
@@ -156,4 +150,4 @@ def test_what_was_not_measured_alike_is_said(tmp_path: Path) -> None:
                   "max_num_seqs 8 -> 4", "num_layers 2 -> 3", "jax 0.10 -> 0.11", "git_commit aaa -> bbb"):  # fmt: skip
         assert field in unlike
     assert "num_pages" not in unlike  # which free memory decides
-    assert "not measured alike" not in command("compare", str(tmp_path / "a"), str(tmp_path / "a"))[1]
+    assert "not measured alike" not in bench("compare", str(tmp_path / "a"), str(tmp_path / "a"))[1]

@@ -1,26 +1,21 @@
-"""What a sweep runs, where it goes on after an interruption, and what it makes of the figures."""
+"""What a sweep runs, where it goes on after an interruption, and how it ends."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
 
-from jaxserve.bench.records import Load, Summary
-from jaxserve.bench.results import find_series, write_environment
+from jaxserve.bench.records import Load
 from jaxserve.bench.sweep import Configuration, Outcome, environment_for, plan, run_sweep
-from jaxserve.cli.main import build_app
-from jaxserve.engine.draft_stats import SpeculativeStats
-from tests.bench.made_up_runs import LOADS, write_run, write_sweep
+from tests.bench.bench_command import bench
+from tests.bench.made_up_runs import LOADS, write_run
 
 ONE: dict[str, Any] = {"speculative_configs": (), "static_batching": False, "endpoints": ()}
 
@@ -128,7 +123,7 @@ def test_a_configuration_that_failed_stands_in_the_report_with_its_reason(
     monkeypatch.setattr("jaxserve.bench.sweep.run_in_group", run)
     write_run(tmp_path, "TP1", loads=LOADS[:1])
     study = ["sweep", "--model", "llama-3-8b", "--tensor-parallel-size", "1,2,4", "--concurrency", "1"]
-    code, output = command(*study, "--output", str(tmp_path))
+    code, output = bench(*study, "--output", str(tmp_path))
     assert code == 1 and "TP2 failed: cannot reach <it>." in output
     for _ in range(2):
         page = (tmp_path / "report.html").read_text()
@@ -136,26 +131,26 @@ def test_a_configuration_that_failed_stands_in_the_report_with_its_reason(
         assert json.loads((tmp_path / "summary.json").read_text())["failed"] == [
             {"name": "TP2", "reason": "cannot reach <it>"}, {"name": "TP4", "reason": "ended by SIGKILL"},
         ]  # fmt: skip
-        assert "TP2 failed" in command("report", str(tmp_path))[1]
+        assert "TP2 failed" in bench("report", str(tmp_path))[1]
     codes.clear()
-    command(*study, "--output", str(tmp_path))
+    bench(*study, "--output", str(tmp_path))
     assert "failed:" not in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_that_fails_leaves_its_reason_to_the_sweep_that_started_it(tmp_path: Path) -> None:
     path = tmp_path / "reason"
-    code, output = command("run", "--endpoint", "http://127.0.0.1:9", "--failure-file", str(path))
+    code, output = bench("run", "--endpoint", "http://127.0.0.1:9", "--failure-file", str(path))
     assert code == 1 and path.read_text().startswith("cannot learn which model http://127.0.0.1:9 serves"), output
 
 
 def test_a_sweep_of_which_all_fails_names_what_did(tmp_path: Path, commands: list[list[str]]) -> None:
     pytest.importorskip("matplotlib")
     study = ["sweep", "--model", "llama-3-8b", "--tensor-parallel-size", "2", "--concurrency", "1"]
-    code, output = command(*study, "--output", str(tmp_path / "study"))
+    code, output = bench(*study, "--output", str(tmp_path / "study"))
     assert code == 1 and output.splitlines()[-1] == "failed: TP2", output
     # Figures of before that are damaged are told beside it.
     (write_run(tmp_path / "study", "TP1", loads=LOADS[:1]) / "environment.json").write_text("[")
-    code, output = command(*study, "--output", str(tmp_path / "study"))
+    code, output = bench(*study, "--output", str(tmp_path / "study"))
     assert code == 1 and "failed: TP2" in output and "is no whole JSON" in output.splitlines()[-1], output
 
 
@@ -169,23 +164,23 @@ def test_a_sweep_with_failed_requests_fails_once_it_is_reported(
     study += ["--output", str(tmp_path)]
     write_run(tmp_path, "TP1", loads=LOADS[:2])
     runs = write_run(tmp_path, "TP1 static", loads=LOADS[:2], settings={"static_batching": True})
-    assert command(*study)[0] == 0
+    assert bench(*study)[0] == 0
     for path in runs.iterdir():
         path.unlink()
     write_run(tmp_path, "TP1 static", loads=LOADS[:2], settings={"static_batching": True}, failures=3)
     (tmp_path / "report.html").unlink()
-    code, output = command(*study)
+    code, output = bench(*study)
     assert code == 1 and (tmp_path / "report.html").is_file()
     told = output.splitlines()[-1]
     assert told.startswith(
         "requests failed: TP1 static at 1 (3 of 8), 4 (3 of 12): status 500; a load whose .summary.json"
     )
     # What else lies in the folder was not asked for.
-    assert command(*(word for word in study if word != "--static-batching"))[0] == 0
+    assert bench(*(word for word in study if word != "--static-batching"))[0] == 0
     write_run(tmp_path, "TP1 static", loads=LOADS[:1], settings={"static_batching": True})
-    code, output = command(*(word.replace("1,4", "1") for word in study))
+    code, output = bench(*(word.replace("1,4", "1") for word in study))
     assert code == 0 and "TP1 static with 4 requests in flight: 3 of 12" in (tmp_path / "report.html").read_text()
-    code, output = command(*study)
+    code, output = bench(*study)
     assert code == 1 and "requests failed: TP1 static at 4 (3 of 12): status 500;" in output
 
 
@@ -295,187 +290,14 @@ def test_a_cpu_has_as_many_devices_as_a_configuration_needs(monkeypatch: pytest.
     assert environment_for(Configuration("TP4", (), 4))["XLA_FLAGS"] == "--some_flag"
 
 
-@pytest.fixture(scope="module")
-def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep's folder with its report."""
-    pytest.importorskip("matplotlib")
-    folder = tmp_path_factory.mktemp("sweep")
-    write_sweep(folder)
-    code, output = command("report", str(folder), "--slo-tpot-ms", "8", "--title", "A <study>")
-    assert code == 0, output
-    return folder
-
-
-def command(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(build_app(), ["bench", *arguments])
-    return result.exit_code, result.output
-
-
-def test_the_report_is_one_file_that_needs_nothing_else(reported: Path) -> None:
-    page = (reported / "report.html").read_text()
-    assert "A &lt;study&gt;" in page and "the best configuration is TP2 with 64 requests" in page
-    assert not re.search(r'(src|href)="(?!#)', page.replace("http://www.w3.org", "")) and "@import" not in page
-    drawn = {path.stem for path in (reported / "charts").glob("*.svg")}
-    assert drawn >= {
-        "tradeoff", "latency-by-concurrency", "latency-by-rate", "parallelism", "speculation", "batching",
-        "utilization", "timeline-1",
-    }  # fmt: skip
-    assert {path.stem for path in (reported / "charts").glob("*.png")} == drawn
-    ids = re.findall(r'\bid="([^"]+)"', page)
-    assert len(ids) == len(set(ids)), "two charts share an id: one would be drawn with the other's shapes"
-    data = json.loads((reported / "summary.json").read_text())
-    assert "made up, in process, jaxserve 0.1 (0123abc)" in page and "http, measured by jaxserve 0.1" in page
-    assert len(data["runs"]) == 6 and data["verdict"].startswith("Under a goal of 8 ms")
-
-
-def test_what_a_slow_machine_reaches_is_told_in_digits_that_say_something(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name, bandwidth, rate in (("slow", 2.1e9, 0.0364e12), ("fast", 4.05e12, 790e12)):
-        ceiling = {"bandwidth": bandwidth, "matrix_rate": rate, "origin": "measured"}
-        write_run(tmp_path, name, loads=LOADS[:1], ceiling=ceiling)
-    assert command("report", str(tmp_path))[0] == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "2.1 GB/s and 0.0364 TFLOP/s (measured)" in page and "4,050 GB/s and 790 TFLOP/s (measured)" in page
-
-
-def test_the_report_tells_what_was_drafted_and_kept(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = write_run(tmp_path, "TP1", loads=LOADS[:1]) / "concurrency-1.summary.json"
-    stats = SpeculativeStats("ngram", 10, (10, 10), (9, 3))
-    summary = replace(Summary.from_json(json.loads(path.read_text())), speculation=stats)
-    path.write_text(json.dumps(summary.to_json()))
-    assert command("report", str(tmp_path))[0] == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "<th>drafts kept</th>" in page and "<td>60%</td>" in page
-    assert "TP1 with 1 request in flight: drafts (ngram): 12 of 20 tokens kept (60%)" in page
-    assert "kept by position: 1: 90% of 10, 2: 30% of 10" in page
-    [run] = json.loads((tmp_path / "summary.json").read_text())["runs"]
-    assert run["summaries"][0]["speculation"]["accepted_per_position"] == [9, 3]
-    assert run["summaries"][0]["draft_acceptance"] == 0.6
-
-
-def test_the_report_tells_why_requests_failed(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write_run(tmp_path, "TP1", loads=LOADS[:1], failures=3)
-    code, output = command("report", str(tmp_path), "--slo-tpot-ms", "8")
-    assert code == 0 and "Left out, since requests failed: TP1 at 1 (3 of 8): status 500." in output
-    page = (tmp_path / "report.html").read_text()
-    assert "TP1 with 1 request in flight: 3 of 8 requests failed: status 500." in page
-
-
-def test_configurations_stand_in_order_whatever_their_folders_are_called(reported: Path) -> None:
-    data = json.loads((reported / "summary.json").read_text())
-    names = [run["name"] for run in data["runs"]]
-    assert names == ["TP1", "TP1 static", "TP1 speculation", "TP2", "TP4", "127.0.0.1:8001"]
-
-
-def test_the_same_figures_give_the_same_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    from jaxserve.bench import report
-
-    monkeypatch.setattr(report, "_CHARTS", [chart for chart in report._CHARTS if chart[0] == "tradeoff"])
-    monkeypatch.setattr(report, "_TIMELINES", 0)
-    write_run(tmp_path, "TP1")
-    texts = []
-    for _ in range(2):
-        command("report", str(tmp_path))
-        texts.append((tmp_path / "charts" / "tradeoff.svg").read_text())
-    assert texts[0] == texts[1]
-
-
-def svg_texts(path: Path) -> list[str]:
-    return ["".join(node.itertext()).strip() for node in ElementTree.parse(path).iter() if node.tag.endswith("}text")]
-
-
-def test_axes_have_their_units_and_points_their_loads(reported: Path) -> None:
-    texts = svg_texts(reported / "charts" / "tradeoff.svg")
-    assert "time per output token, mean (ms)" in texts and "output tokens a second for each device" in texts
-    assert texts.count("64") >= 5  # each curve's last point
-    texts = svg_texts(reported / "charts" / "latency-by-rate.svg")
-    assert "requests a second" in texts and "time to first token (ms)" in texts
-    assert any(
-        text.startswith("data parallelism is faster from ")
-        for text in svg_texts(reported / "charts" / "parallelism.svg")
-    )
-
-
-@pytest.mark.parametrize(
-    "chart", ["tradeoff", "latency-by-concurrency", "latency-by-rate", "utilization", "speculation"]
-)
-def test_names_stand_outside_the_panels(reported: Path, chart: str) -> None:
-    root = ElementTree.parse(reported / "charts" / f"{chart}.svg").getroot()
-    legends = {
-        child.get("id", "") for child in root.iter() if re.fullmatch(rf"{chart}-legend_\d+", child.get("id", ""))
-    }
-    inside = {
-        child.get("id", "")
-        for axes in root.iter() if re.fullmatch(rf"{chart}-axes_\d+", axes.get("id", ""))
-        for child in axes.iter()
-    }  # fmt: skip
-    assert len(legends) == 1 and not legends & inside
-
-
-def test_a_timeline_tells_how_long_steps_took_beside_their_floor(reported: Path) -> None:
-    texts = " ".join(svg_texts(reported / "charts" / "timeline-1.svg"))
-    assert "ms a step" in texts and "(dashed: floor)" in texts and "KV pages" in texts and "output tokens" in texts
-    assert "with 64 requests in flight" in texts
-
-
 def test_a_sweep_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, "TP1")
     for name in ("matplotlib", "jaxserve.bench.report", "jaxserve.bench.charts", "jaxserve.bench.charts_choices"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, output = command("report", str(tmp_path))
+    code, output = bench("report", str(tmp_path))
     assert code == 1 and "scripts/setup bench" in output
-    assert "scripts/setup" not in command("report", str(tmp_path / "none"))[1]  # there is nothing to draw
-    code, output = command("sweep", "--model", "llama-3-8b", "--output", str(tmp_path / "new"))
+    assert "scripts/setup" not in bench("report", str(tmp_path / "none"))[1]  # there is nothing to draw
+    code, output = bench("sweep", "--model", "llama-3-8b", "--output", str(tmp_path / "new"))
     assert code == 1 and "scripts/setup bench" in output  # before anything is measured
     assert not (tmp_path / "new").exists()
-
-
-def test_loads_of_one_configuration_may_lie_in_several_folders(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "TP1", loads=LOADS[:3], date="2026-01-02", settings={"num_pages": 7})
-    write_run(tmp_path / "b", "TP1", loads=LOADS[2:], date="2026-01-01", settings={"num_pages": 8}, tpot_ms=9.0)
-    write_run(tmp_path / "b", "TP2", loads=LOADS[:1], num_devices=2)
-    one, two = find_series(tmp_path)
-    assert [point.summary.load for point in one.points] == list(LOADS)
-    means = [point.summary.tpot_ms["mean"] for point in one.points]
-    assert means[2] < 6 < 9 < means[3]  # of the load that is there twice, the later run's
-    assert two.name == "TP2" and one.environment["date"] == "2026-01-02"
-
-
-def test_runs_that_differ_and_are_called_alike_are_told_apart(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "TP1", loads=LOADS[:1], workload="fixed:100/500")
-    write_run(tmp_path / "b", "TP1", loads=LOADS[:1], workload="sharegpt-like")
-    assert [part.name for part in find_series(tmp_path)] == ["TP1 (a/runs/tp1)", "TP1 (b/runs/tp1)"]
-
-
-def test_a_folder_of_one_thing_takes_no_other(tmp_path: Path) -> None:
-    known = {"model": "a", "workload": "fixed:8/8", "settings": {"max_num_seqs": 4, "num_pages": 5}, "date": "today"}
-    runs = write_run(tmp_path, "TP1", loads=LOADS[:1])
-    write_environment(runs, {"name": "TP1", **known, "model": "tiny"})
-    other = {"model": "tiny", "workload": "fixed:9/9", "settings": {"max_num_seqs": 8, "num_pages": 6}}
-    with pytest.raises(ValueError, match=r"something else \(workload fixed:8/8 -> fixed:9/9, max_num_seqs 4 -> 8\)"):
-        write_environment(runs, other)
-    assert json.loads((runs / "environment.json").read_text())["workload"] == "fixed:8/8"
-    later = {**known, "model": "tiny", "date": "tomorrow", "settings": {"max_num_seqs": 4, "num_pages": 9, "new": 1}}
-    write_environment(runs, later)  # what decides no figures may differ
-
-
-def test_a_folder_tells_of_every_version_that_its_loads_are_of(tmp_path: Path) -> None:
-    runs = write_run(tmp_path / "a", "TP1", loads=LOADS[:1], jaxserve="0.1", git_commit="aaa", date="2026-01-01")
-    write_run(tmp_path / "a", "TP1", loads=LOADS[1:2], jaxserve="0.1", git_commit="bbb-dirty", date="2026-01-02")
-    environment = json.loads((runs / "environment.json").read_text())
-    assert (environment["jaxserve"], environment["git_commit"]) == ("0.1", "aaa, bbb-dirty")
-    write_run(tmp_path / "b", "TP1", loads=LOADS[2:3], jaxserve="0.2", git_commit="bbb-dirty", date="2026-01-03")
-    [together] = find_series(tmp_path)
-    assert together.environment["jaxserve"] == "0.1, 0.2" and together.environment["git_commit"] == "aaa, bbb-dirty"
-
-
-def test_unfinished_loads_are_no_part_of_a_series(tmp_path: Path) -> None:
-    runs = write_run(tmp_path, "TP1")
-    (runs / "concurrency-64.summary.json").unlink()
-    assert [point.summary.load for point in find_series(tmp_path)[0].points] == list(LOADS[:-1])
-    with pytest.raises(ValueError, match="does not exist"):
-        find_series(tmp_path / "charts")

@@ -7,22 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from jaxserve.bench.in_process import InProcessTarget
 from jaxserve.bench.load import OnEnd
 from jaxserve.bench.records import Load, RequestRecord
 from jaxserve.bench.workload_files import Task
 from jaxserve.cli.bench import parse_loads
-from jaxserve.cli.main import build_app
+from tests.bench.bench_command import bench
 from tests.fakes import FakeEngine, endless, fake_service
 from tests.server.harness import serving
 from tests.tiny_engine import MODEL_CONFIG, few_programs
-
-
-def bench(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(build_app(), ["bench", *arguments])
-    return result.exit_code, result.output
 
 
 def test_a_model_alone_means_the_command_run(tmp_path: Path) -> None:
