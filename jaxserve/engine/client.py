@@ -20,7 +20,7 @@ from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.prefix_cache import CacheDomain
 from jaxserve.engine.request import EngineStoppedError, Request, RequestOutput
-from jaxserve.engine.runner import Runner
+from jaxserve.engine.runner_protocol import Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.submissions import Receiver, Submissions, SubmittingEngine
 from jaxserve.engine.time_histogram import TimeCounts

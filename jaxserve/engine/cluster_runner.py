@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxserve.engine.cluster import ClusterError, Follower, Leader
-from jaxserve.engine.runner import Runner
+from jaxserve.engine.runner_protocol import Runner
 from jaxserve.engine.schedule import DraftedTokens, SampledTokens, ScheduledBatch
 from jaxserve.engine.step_wire import StepDecoder, encode_step
 from jaxserve.engine.token_masks import is_constrained

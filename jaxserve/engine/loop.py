@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.engine.request import EngineStoppedError, RequestError, RequestOutput
-from jaxserve.engine.runner import Runner
+from jaxserve.engine.runner_protocol import Runner
 from jaxserve.engine.schedule import ScheduledBatch
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence

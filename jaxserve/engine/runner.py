@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,17 +47,6 @@ logger = logging.getLogger(__name__)
 
 # Runs of a program before it takes what it always takes: the first loads its code, the second makes its launch graph.
 _SETTING_UP = 2
-
-
-class Runner(Protocol):
-    """What the engine loop needs of a runner; tests have one without a device."""
-
-    def launch_forward(self, batch: ScheduledBatch) -> Any: ...
-    def fetch_drafts(self, logits: Any) -> DraftedTokens: ...
-    def launch_sample(self, logits: Any, masks: np.ndarray | None = None) -> Any: ...
-    def is_ready(self, pending: Any) -> bool: ...
-    def fetch(self, pending: Any) -> SampledTokens: ...
-    def close(self) -> None: ...
 
 
 class ModelRunner:
