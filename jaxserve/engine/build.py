@@ -33,6 +33,7 @@ from jaxserve.engine.cluster import Follower, Leader
 from jaxserve.engine.cluster_runner import LeadingRunner
 from jaxserve.engine.device_batch import Sizes
 from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.host_pages import HostPages
 from jaxserve.engine.kv_offload import plan_offload
 from jaxserve.engine.limits import SchedulerLimits
@@ -360,7 +361,9 @@ def _dummy_model(model_config: ModelConfig, config: EngineConfig, progress: Prog
     check_model_fits(model_config, config, mesh, replica)
     with progress.task("making random weights", None, "arrays"):
         shardings = ShardLayout(model_config, mesh.size).source_shardings(mesh)
-        return Model(model_config, init_params(model_config, config.seed or 0, dtype, shardings))
+        programs = ExecutableCache(program_folder(), tuple(mesh.devices.flat), f"random weights {shardings}")
+        seed = config.seed or 0
+        return Model(model_config, init_params(model_config, seed, dtype, shardings, programs.load_or_compile))
 
 
 def program_folder() -> Path | None:

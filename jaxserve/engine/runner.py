@@ -103,11 +103,12 @@ class ModelRunner:
         self._vocab_size = config.vocab_size
         self._mask_words = num_words(config.vocab_size)
         self._cache = zero_cache(config, sizes, mesh, cache_dtype)
-        self._state: DecodeState = put_replicated(empty_state(sizes, speculates=drafting is not None), self._replicated)
+        # One program each: outside of any, every array would be one.
+        empty = partial(empty_state, sizes, speculates=drafting is not None)
+        self._state: DecodeState = jax.jit(empty, out_shardings=self._replicated)()
         self.page_copier = None if offload is None else PageCopier(offload, self._cache, mesh)
-        self._processors: ProcessorState = put_replicated(
-            empty_processors(sizes.max_num_seqs, config.vocab_size), self._replicated
-        )
+        empty = partial(empty_processors, sizes.max_num_seqs, config.vocab_size)
+        self._processors: ProcessorState = jax.jit(empty, out_shardings=self._replicated)()
         self._outer = without_layers(params)
         self._forward: dict[Bucket, ForwardExecutor] = {}
         self._serving: dict[Bucket, Bucket] = {}  # whose program runs a bucket's steps; others: their own

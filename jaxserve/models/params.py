@@ -13,11 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxserve.config import ModelConfig, QuantizationConfig
 from jaxserve.models.param_spec import ParamSpec
 from jaxserve.models.quantization import QuantizedWeight, quantize, quantized_spec
+
+# (name, what lowers it) -> the compiled program that is called so.
+LoadOrCompile = Callable[[str, Callable[[], jax.stages.Lowered]], Any]
 
 
 @struct.dataclass
@@ -115,7 +119,13 @@ def param_specs(config: ModelConfig) -> LlamaParams:
     )
 
 
-def init_params(config: ModelConfig, seed: int, dtype: jnp.dtype, shardings: Any = None) -> LlamaParams:
+def init_params(
+    config: ModelConfig,
+    seed: int,
+    dtype: jnp.dtype,
+    shardings: Any = None,
+    load_or_compile: LoadOrCompile | None = None,
+) -> LlamaParams:
     """Seeded random weights (norms ones, biases zeros), each made where it will live.
 
     Those of a quantized model are the dense model's, quantized one by one as they are drawn.
@@ -123,21 +133,26 @@ def init_params(config: ModelConfig, seed: int, dtype: jnp.dtype, shardings: Any
     Args:
         dtype: of every array but the norms, which are float32 as everywhere in the engine, and quantized weights.
         shardings: a `LlamaParams` of shardings; None: the default device.
+        load_or_compile: what keeps compiled programs, those for the mesh of `shardings`; None: they are compiled anew.
     """
     specs, treedef = jax.tree.flatten(param_specs(dataclasses.replace(config, quantization=None)), is_leaf=is_declared)
     wanted = jax.tree.leaves(param_specs(config), is_leaf=is_declared)
     places = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings, is_leaf=is_declared)
-    keys = jax.random.split(jax.random.key(seed), len(specs))
-    programs: dict[tuple[ParamSpec, bool], Any] = {}  # one for each kind of array, not one for each array
+    programs: dict[str, Any] = {}  # one for each kind of array, not one for each array
     arrays = []
     for index, (spec, kind, place) in enumerate(zip(specs, wanted, places, strict=True)):
-        is_quantized = isinstance(kind, QuantizedWeight)
-        if (spec, is_quantized) not in programs:
-            draw = partial(draw_param, spec, dtype)
-            if is_quantized and config.quantization is not None:
-                draw = partial(_draw_quantized, draw, kind.num_input_axes, config.quantization)
-            programs[spec, is_quantized] = jax.jit(draw, out_shardings=place)
-        arrays.append(programs[spec, is_quantized](keys[index]))
+        draw = partial(draw_param, spec, dtype)
+        name = f"random {spec}, one of {len(specs)}, {dtype}"
+        if isinstance(kind, QuantizedWeight) and config.quantization is not None:
+            draw = partial(_draw_quantized, draw, kind.num_input_axes, config.quantization)
+            name += f", of {kind.num_input_axes} input axes, {config.quantization}"
+        # Of a larger seed `jax.random.key` takes the last 32 bits as well.
+        which = np.int64(seed).astype(np.int32), np.int32(index)
+        if name not in programs:
+            function = jax.jit(partial(_draw_one, draw, len(specs)), out_shardings=place)
+            lower = partial(function.lower, *which)
+            programs[name] = function if load_or_compile is None else load_or_compile(name, lower)
+        arrays.append(programs[name](*which))
     return jax.tree.unflatten(treedef, arrays)
 
 
@@ -153,6 +168,11 @@ def draw_param(spec: ParamSpec, dtype: jnp.dtype, key: jax.Array) -> jax.Array:
     if spec.standard_deviation == 0.0:
         return jnp.zeros(spec.shape, dtype)
     return jax.random.normal(key, spec.shape, dtype) * jnp.asarray(spec.standard_deviation, dtype)
+
+
+def _draw_one(draw: Callable[[jax.Array], Any], count: int, seed: jax.Array, index: jax.Array) -> Any:
+    """One of the `count` arrays of a model, each of which has a key of its own."""
+    return draw(jax.random.split(jax.random.key(seed), count)[index])
 
 
 def _draw_quantized(
