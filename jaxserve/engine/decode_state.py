@@ -270,5 +270,5 @@ def set_history(state: DecodeState, slot: Int32[Array, ""], tokens: Int32[Array,
     """Writes the known tokens of a sequence that begins to decode; those past them are padding."""
     if state.speculation is None:
         raise ValueError("this engine does not speculate: it keeps no histories")
-    history = state.speculation.history.at[slot].set(tokens)
+    history = state.speculation.history.at[slot].set(tokens, mode="drop")
     return dataclasses.replace(state, speculation=dataclasses.replace(state.speculation, history=history))

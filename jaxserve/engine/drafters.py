@@ -59,7 +59,7 @@ class DraftStep(NamedTuple):
 
     @property
     def history(self) -> Int32[Array, "rows length"]:
-        """Of the decode rows: their tokens, the last one at place `kv_lens`."""
+        """Of the decode rows: their tokens, the last one at place `kv_lens`; of prompts if the drafter `looks_back`."""
         return jnp.take(speculation_of(self.state).history, self.slots, axis=0, mode="clip")
 
     def padded(self, fewest: int) -> DraftStep:
@@ -92,6 +92,7 @@ class Drafter(Protocol):
         has_probabilities: whether drafts come with those, so that rejection sampling can serve rows without a seed.
         reads_prompts: whether `feed` must see all tokens but those of steps with drafts.
         uses_target_cache: whether `memory` is the target's own KV cache.
+        looks_back: whether it looks at `DraftStep.history` before the last tokens that were drawn, where prompts are.
         params_specs, memory_specs: `PartitionSpec`s of both, as `jax.shard_map` takes them.
     """
 
@@ -101,6 +102,8 @@ class Drafter(Protocol):
     def reads_prompts(self) -> bool: ...
     @property
     def uses_target_cache(self) -> bool: ...
+    @property
+    def looks_back(self) -> bool: ...
     @property
     def params_specs(self) -> Any: ...
     @property
@@ -128,6 +131,7 @@ class PromptLookup:
     has_probabilities: bool = False
     reads_prompts: bool = False
     uses_target_cache: bool = False
+    looks_back: bool = True
     params_specs: Any = ()
     memory_specs: Any = ()
 

@@ -104,6 +104,7 @@ class EagleDrafter:
     has_probabilities: bool = True
     reads_prompts: bool = False
     uses_target_cache: bool = False
+    looks_back: bool = False
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -178,6 +179,7 @@ class MedusaDrafter:
     has_probabilities: bool = True
     reads_prompts: bool = False
     uses_target_cache: bool = False
+    looks_back: bool = False
 
     def draft(self, params: HeadArrays, memory: Array, step: DraftStep) -> tuple[Array, Drafts]:
         """See `Drafter`."""

@@ -54,6 +54,10 @@ class ModelDrafter:
     def reads_prompts(self) -> bool:
         return not self.uses_target_cache
 
+    @property
+    def looks_back(self) -> bool:
+        return not self.uses_target_cache
+
     def draft(self, params: LlamaParams, memory: KVCache, step: DraftStep) -> tuple[KVCache, Drafts]:
         """See `Drafter`."""
         num_drafts, rows = step.bucket.num_drafts, step.num_rows

@@ -181,15 +181,19 @@ class ModelRunner:
             else:
                 self._rehearse_step(nobody, bucket, packed, rehearsed)
             advance(1)
+        for _ in range(_SETTING_UP):
+            if self._speculator is not None:
+                self._state = self._speculator.rehearse_telling(self._state)
         if self.page_copier is not None:
             self._cache = self.page_copier.rehearse(self._cache)
         jax.block_until_ready((self._cache, self._state))
 
     def _rehearse_step(self, nobody: ScheduledBatch, bucket: Bucket, packed: jax.Array, rehearsed: set[int]) -> None:
         for _ in range(_SETTING_UP):  # one by one: nothing may be loaded while a device waits for another one
-            result = self._forward[bucket](self._params, self._cache, self._state, packed)
-            self._cache, self._state = result.cache, result.state
+            result = self._forward_step(nobody, bucket, None, packed)
             jax.block_until_ready(self._state)
+            self._show_drafter(result, result.slots)
+            jax.block_until_ready(() if self._speculator is None else self._speculator.memory)
         if len(result.slots) in rehearsed:
             return
         rehearsed.add(len(result.slots))

@@ -104,8 +104,9 @@ class Speculator:
     def programs(self) -> list[Any]:
         """Everything that was compiled."""
         several = self._feed, self._observe, self._resize, self._verify
-        drafting = [program for program, _ in self._draft.values()]
-        return [*drafting, *(program for programs in several for program in programs.values()), self._set_history]
+        every = [program for program, _ in self._draft.values()]
+        every += [program for programs in several for program in programs.values()]
+        return every if self._set_history is None else [*every, self._set_history]
 
     def jobs(
         self, programs: ExecutableCache, cache: KVCache, state: DecodeState, processors: ProcessorState
@@ -123,7 +124,7 @@ class Speculator:
             drafting_modes = tuple(mode for mode in ("greedy", "full") if mode in self._buckets.verify_modes)
         compiler = _Compiler(self, programs, cache, state, processors)
         return [
-            compiler.set_history,
+            *((compiler.set_history,) if self._drafter.looks_back else ()),
             *(partial(compiler.feed, bucket) for bucket in fed),
             *(partial(compiler.observe, bucket) for bucket in observed),
             *(partial(compiler.draft, DraftProgram(bucket, mode)) for bucket in drafted for mode in drafting_modes),
@@ -136,14 +137,26 @@ class Speculator:
         ]
 
     def begin(self, batch: ScheduledBatch, state: DecodeState) -> DecodeState:
-        """Tells the device all tokens of the sequences that begin to decode with this step; `state` is donated."""
+        """Tells the device all tokens of the sequences that begin to decode with this step; `state` is donated.
+
+        One that does not look back needs none of them, and they are a launch and two transfers for each prompt.
+        """
+        if not self._drafter.looks_back:
+            return state
         for chunk in batch.prefill:
             if chunk.samples:
-                tokens = np.zeros(self._factory.sizes.longest, np.int32)
                 end = chunk.start + len(chunk.token_ids)
-                tokens[:end] = chunk.sequence.token_ids[:end]
-                state = self._set_history(state, *put_replicated((np.int32(chunk.slot), tokens), self._replicated))
+                state = self._tell(state, chunk.slot, chunk.sequence.token_ids[:end])
         return state
+
+    def rehearse_telling(self, state: DecodeState) -> DecodeState:
+        """As `begin`, of a slot that there is not."""
+        return self._tell(state, self._factory.sizes.max_num_seqs, []) if self._drafter.looks_back else state
+
+    def _tell(self, state: DecodeState, slot: int, token_ids: Sequence[int]) -> DecodeState:
+        tokens = np.zeros(self._factory.sizes.longest, np.int32)
+        tokens[: len(token_ids)] = token_ids
+        return self._set_history(state, *put_replicated((np.int32(slot), tokens), self._replicated))
 
     def draft(
         self,
