@@ -49,7 +49,7 @@ class DraftPlanner:
     """Completes the scheduler's steps by what speculation adds to them.
 
     Args:
-        showing_seconds: what it takes to show the drafter a step; None: it is shown nothing, since it reads no prompts.
+        showing_seconds: what it takes to show the drafter a step with prompts; None: it is shown none, since it reads none.
     """
 
     def __init__(
@@ -58,8 +58,12 @@ class DraftPlanner:
         self._lengths = lengths
         self._limits = limits
         self._pages = pages
-        self._showing = None if showing_seconds is None else DraftShowing(lengths, showing_seconds)
-        self._head = HeadShowing(lengths) if lengths.reads_states else None
+        self._showing = self._head = None
+        if showing_seconds is not None:
+            if lengths.reads_states:
+                self._head = HeadShowing(lengths, showing_seconds)
+            else:
+                self._showing = DraftShowing(lengths, showing_seconds)
         self._backlog = DraftBacklog(limits, pages)
 
     @property
@@ -102,9 +106,14 @@ class DraftPlanner:
         # Where each step with drafts is one that some row catches up for, there is nothing else to learn from. What that
         # took is an estimate: where it is too high, the rest of the step must not seem to take nothing.
         catching_up = self._seconds([len(chunk.token_ids) for group in batch.catch_up for chunk in group])
-        if self._head is not None:
-            self._head.observe_step(batch, seconds)
         self._lengths.observe_step(batch, max(_LEAST_SHARE * seconds, seconds - catching_up))
+
+    def is_tried(self, batch: ScheduledBatch) -> bool:
+        """Whether prompts were shown in a step to find out what drafts bring: most steps like it will be shown none."""
+        showing = self._head or self._showing
+        if showing is None or not (batch.prefill and batch.is_shown):
+            return False
+        return not showing.is_known_to_pay(len(batch.decode) + len(batch.prefill))
 
     def _plan_prompts(self, decode: list[DecodeRow], prefill: list[PrefillChunk]) -> DraftPlan:
         num_tokens = sum(len(chunk.token_ids) for chunk in prefill)

@@ -81,6 +81,10 @@ class DraftShowing:
         account.pays = saving > 0.0 and saving * account.decoded >= needed
         return account.pays
 
+    def is_known_to_pay(self, num_rows: int) -> bool:
+        """Whether drafts were seen to be worth what showing takes: steps with prompts are shown for their sake."""
+        return self.pays(num_rows) and (not self._lengths.is_adaptive or self._lengths.saving(num_rows) is not None)
+
     def count_decoding(self, num_rows: int, tokens: float) -> None:
         """Takes a step without prompts into account that gave each row so many tokens."""
         account = self._account(num_rows)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from jaxserve.engine.draft_lengths import DraftLengths, StepTime, size_class
-from jaxserve.engine.draft_showing import DraftShowing
-from jaxserve.engine.schedule import ScheduledBatch
+from jaxserve.engine.draft_lengths import DraftLengths
+from jaxserve.engine.draft_showing import DraftShowing, ShowingSeconds
 
 _TRIAL_STEPS = 8  # in which a head is shown all again, to see what its drafts bring by now
 _TRIAL_COST = 0.005  # of all time, that this may take
@@ -23,19 +22,19 @@ class HeadShowing:
 
     Steps with prompts bring no drafts but take longer where they are shown: what drafts save in the others must be more, as
     `DraftShowing` weighs it for drafters that read prompts.
+
+    Args:
+        seconds: that showing steps with prompts takes.
     """
 
-    def __init__(self, lengths: DraftLengths) -> None:
+    def __init__(self, lengths: DraftLengths, seconds: ShowingSeconds) -> None:
         self._lengths = lengths
-        self._account = DraftShowing(lengths, self._seconds)
-        self._prompt_steps: dict[int, StepTime] = {}  # by `size_class` of the number of sequences
+        self._account = DraftShowing(lengths, seconds)
         self._is_shown = True  # and so was the step before
         self._num_steps = 0  # since that changed
-        self._rows = 0  # of the step that is weighed
 
     def shows_prompts(self, num_decode: int, num_chunks: int, num_tokens: int) -> bool:
         """Whether a step with so many tokens of prompts is shown; it is taken into account."""
-        self._rows = num_decode + num_chunks
         pays = self._account.shows(num_decode, num_chunks, num_tokens)
         self._decide(pays=pays, may_try=False)
         return self._is_shown
@@ -49,22 +48,15 @@ class HeadShowing:
         self._decide(pays=self._account.pays(num_rows), may_try=may_try)
         return was_shown and self._is_shown, self._is_shown
 
+    def is_known_to_pay(self, num_rows: int) -> bool:
+        """As `DraftShowing.is_known_to_pay`."""
+        return self._account.is_known_to_pay(num_rows)
+
     def count_decoding(self, num_rows: int, tokens: float) -> None:
         """As `DraftShowing.count_decoding`."""
         self._account.count_decoding(num_rows, tokens)
-
-    def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Takes in what a step with prompts took."""
-        if batch.prefill:
-            rows = size_class(len(batch.decode) + len(batch.prefill))
-            self._prompt_steps.setdefault(rows, StepTime()).add(seconds)
 
     def _decide(self, *, pays: bool, may_try: bool) -> None:
         is_shown = pays or (self._num_steps < _TRIAL_STEPS if self._is_shown else may_try)
         self._num_steps = self._num_steps + 1 if is_shown == self._is_shown else 0
         self._is_shown = is_shown
-
-    def _seconds(self, num_decode: int, num_tokens: int) -> float:
-        """What showing a step with prompts takes: as large a part of it as of one without."""
-        known = self._prompt_steps.get(size_class(self._rows))
-        return 0.0 if known is None else known.seconds * self._lengths.showing_share(self._rows)

@@ -118,7 +118,7 @@ class ModelRunner:
         # Seconds that prompt tokens add to a step, as `StepPace` takes them, as far as they were measured.
         self.prompt_seconds: dict[int, dict[int, float]] = {}
         # As `ShowingTimes` has them, as far as they were measured; None: nothing is ever shown.
-        shows_prompts = drafting is not None and drafting.drafter.reads_prompts
+        shows_prompts = drafting is not None and (drafting.drafter.reads_prompts or reader is not None)
         self.showing_seconds: dict[Bucket, float] | None = {} if shows_prompts else None
 
     def warm_up(

@@ -176,7 +176,7 @@ class Scheduler:
         if any(not copy.to_host for copy in batch.copies):
             return  # it had more to do than others of its kind
         if self._pace is not None and not batch.catch_up:
-            self._pace.observe(batch, seconds)
+            self._pace.observe(batch, seconds, had_more=self._drafting is not None and self._drafting.is_tried(batch))
         if self._drafting is not None:
             self._drafting.observe_step(batch, seconds)
 

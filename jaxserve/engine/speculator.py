@@ -215,23 +215,37 @@ class Speculator:
         self._memory = self._feed[bucket](self._drafting.params, self._memory, state, packed)
 
     def showing_seconds(self, programs: ExecutableCache, state: DecodeState, *, all_sizes: bool) -> dict[Bucket, float]:
-        """What it takes to show the drafter a step, by its size as `Buckets.shown_for` has it; none: it is shown nothing.
+        """What it takes to show the drafter a step with prompts, by its size as `Buckets.shown_for` has it; none: nothing.
 
         Args:
             all_sizes: False: of the smallest one alone, where padding costs as much as anything and measuring takes long.
         """
-        buckets = {str(bucket): bucket for bucket in self._feed}
+        buckets = {str(bucket): bucket for bucket in (*self._feed, *self._observe) if bucket.prefill_rows}
         names = sorted(buckets, key=lambda name: num_shown(buckets[name]))[: None if all_sizes else 1]
-        measure = partial(times_in_rounds, lambda name: self._time_feed(buckets[name], state))
+        measure = partial(times_in_rounds, lambda name: self._time_showing(buckets[name], state))
         for name in names:
-            self._time_feed(buckets[name], state)
+            self._time_showing(buckets[name], state)
         seconds = programs.load_or_measure(f"showing of {', '.join(names)}", names, measure) if names else {}
         return {buckets[name]: found for name, found in seconds.items()}
 
-    def _time_feed(self, bucket: Bucket, state: DecodeState) -> float:
+    def _time_showing(self, bucket: Bucket, state: DecodeState) -> float:
         """Seconds that it takes to show a step without anybody in it."""
         nobody = ScheduledBatch(decode=(), prefill=())
-        return seconds_of_run(lambda: self._feed_step(nobody, bucket, state), lambda: self._memory)
+        if self._drafting.reader is None:
+            return seconds_of_run(lambda: self._feed_step(nobody, bucket, state), lambda: self._memory)
+        like = self.features_like(bucket)
+        step = pack(nobody, bucket, self._factory.sizes), np.zeros(like.shape, like.dtype)
+        packed, features = put_replicated(step, self._replicated)
+
+        def launch() -> None:
+            self._observe_step(bucket, state, packed, features, np.zeros(bucket.prefill_rows, np.int32))
+
+        return seconds_of_run(launch, lambda: self._memory)
+
+    def features_like(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
+        """What a head reads of a step: of all its tokens."""
+        shape = bucket.decode_tokens + bucket.prefill_tokens, self._factory.features_size
+        return jax.ShapeDtypeStruct(shape, self._drafting.params.target.embedding.dtype, sharding=self._replicated)
 
     def observe(
         self,
@@ -260,8 +274,19 @@ class Speculator:
         shown, packed = self._shown(batch, bucket, packed)
         if shown != bucket:
             features = self._resize[bucket](features)
-        step = self._drafting.params, self._memory, state, packed, features, put_replicated(following, self._replicated)
-        self._memory = self._observe[shown](*step, *((verified,) if bucket.num_drafts else ()))
+        self._observe_step(shown, state, packed, features, following, *((verified,) if bucket.num_drafts else ()))
+
+    def _observe_step(
+        self,
+        bucket: Bucket,
+        state: DecodeState,
+        packed: jax.Array,
+        features: jax.Array | None,
+        following: np.ndarray,
+        *verified: jax.Array,
+    ) -> None:
+        seen = features, put_replicated(following, self._replicated), *verified
+        self._memory = self._observe[bucket](self._drafting.params, self._memory, state, packed, *seen)
 
     def verify(
         self,
@@ -326,7 +351,7 @@ class _Compiler:
         owner, reader = self.owner, self.owner._drafting.reader
         if reader is None:
             raise ValueError("the drafter reads no hidden states")
-        step = [self._features(bucket), self._like((bucket.prefill_rows,))]
+        step = [owner.features_like(bucket), self._like((bucket.prefill_rows,))]
         if bucket.num_drafts:
             step.append(self._like((bucket.decode_rows, bucket.num_drafts + 3)))
         function = jax.jit(owner._functions.observe(reader, bucket), donate_argnums=(1,))
@@ -339,7 +364,7 @@ class _Compiler:
         if reader is None:
             raise ValueError("the drafter reads no hidden states")
         function = jax.jit(resize_features(bucket, owner._buckets.shown_for(bucket)), out_shardings=owner._replicated)
-        like = self._features(bucket)
+        like = owner.features_like(bucket)
         owner._resize[bucket] = self._load(f"resize for drafter {bucket}", lambda: function.lower(like))
 
     def verify(self, key: VerifyProgram) -> None:
@@ -373,11 +398,6 @@ class _Compiler:
             vocab_size = self.owner._factory.config.vocab_size
             results["log_probabilities"] = self._like((rows, count, vocab_size), jnp.float32)
         return results
-
-    def _features(self, bucket: Bucket) -> Any:
-        tokens = bucket.decode_tokens + bucket.prefill_tokens
-        dtype = self.owner._drafting.params.target.embedding.dtype
-        return self._like((tokens, self.owner._factory.features_size), dtype)
 
     def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.owner._replicated)

@@ -69,8 +69,13 @@ class StepPace:
         ]
         self._num_prefills = 0
 
-    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Takes in what a step took."""
+    def observe(self, batch: ScheduledBatch, seconds: float, *, had_more: bool = False) -> None:
+        """Takes in what a step took.
+
+        Args:
+            had_more: it had more to do than its prompts and those who decode, which other steps will not have: it tells what
+                its prompts take at most.
+        """
         if not batch.prefill:
             seen = self._drafting if batch.num_drafts else self._decode
             seen.setdefault(len(batch.decode).bit_length(), _LatestSteps()).add(seconds)
@@ -84,7 +89,8 @@ class StepPace:
             pairs += len(chunk.token_ids) * (chunk.start + len(chunk.token_ids) // 2)
         self._num_prefills += 1
         least = LEAST_SHARE * decode
-        self._learn(len(batch.decode), self._size(tokens), pairs / _PAIRS_UNIT, max(least, seconds - decode), least)
+        added = max(least, seconds - decode)
+        self._learn(len(batch.decode), self._size(tokens), pairs / _PAIRS_UNIT, added, least, is_bound=had_more)
 
     def decode_seconds(self, rows: int) -> float | None:
         """What a step takes that only decodes this many rows; None: no such step was seen, nor one with other rows."""
@@ -123,12 +129,13 @@ class StepPace:
         """What sizes add beside so many rows."""
         return self._added[min(bisect_left(self._row_counts, num_decode), len(self._row_counts) - 1)]
 
-    def _learn(self, num_decode: int, size: int, pairs: float, seconds: float, least: float) -> None:
+    def _learn(self, num_decode: int, size: int, pairs: float, seconds: float, least: float, *, is_bound: bool) -> None:
         """Takes in what a prefill added.
 
         Args:
             pairs: in units.
             least: seconds that a size adds at least.
+            is_bound: it may have added less than `seconds`, which are a first guess and else no more than a bound.
         """
         costs = self._costs(num_decode)
         cost = costs.get(size)
@@ -140,9 +147,11 @@ class StepPace:
             costs[size] = _SizeCost(max(least, seconds), 1, self._num_prefills)
             return
         remembered = self._remembered(cost)
+        pairs_seconds = self._seconds_of_pairs(num_decode)
+        if is_bound and seconds >= remembered + pairs_seconds * pairs:
+            return
         cost.count += 1
         cost.latest = self._num_prefills
-        pairs_seconds = self._seconds_of_pairs(num_decode)
         if seconds < remembered + pairs_seconds * pairs:
             cost.seconds = remembered  # what was forgotten of it was wrong
         expected = cost.seconds + pairs_seconds * pairs

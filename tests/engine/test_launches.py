@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxserve.engine.build_heads import random_head
+from jaxserve.engine.device_batch import Bucket
 from jaxserve.engine.executable_cache import ExecutableCache
 from jaxserve.engine.pending import PendingLogits
 from jaxserve.engine.runner import ModelRunner
@@ -88,3 +89,22 @@ def test_prompts_that_end_in_a_step_cost_it_no_launches_of_their_own(
     assert any(sum(chunk.samples for chunk in batch.prefill) == 3 for batch, _ in steps)
     for (_, before), (_, after) in pairwise(steps):
         assert max((after - before).values()) == 1
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_what_it_takes_to_show_a_head_prompts_is_measured_at_the_start(
+    layerwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready: list[ModelRunner] = []
+    warm_up = ModelRunner.warm_up
+
+    def noted(runner: ModelRunner, *arguments: Any, **options: Any) -> None:
+        warm_up(runner, *arguments, **options)
+        ready.append(runner)
+
+    monkeypatch.setattr(ModelRunner, "warm_up", noted)
+    with lean_engine(**speculation("eagle"), layerwise=layerwise):
+        (runner,) = ready
+        assert runner.showing_seconds is not None
+        assert list(runner.showing_seconds) == [Bucket(3, 3, 20)]
+        assert all(seconds > 0 for seconds in runner.showing_seconds.values())
