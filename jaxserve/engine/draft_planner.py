@@ -8,11 +8,12 @@ from typing import NamedTuple
 from jaxserve.engine.draft_backlog import DraftBacklog
 from jaxserve.engine.draft_lengths import DraftLengths, Trial
 from jaxserve.engine.draft_rows import take_verified, with_drafts
-from jaxserve.engine.draft_showing import DraftShowing, ShowingSeconds
+from jaxserve.engine.draft_showing import DraftShowing, PromptPieces, ShowingSeconds
 from jaxserve.engine.draft_stats import SpeculativeStats
 from jaxserve.engine.head_showing import HeadShowing
 from jaxserve.engine.limits import SchedulerLimits
 from jaxserve.engine.page_pool import PagePool
+from jaxserve.engine.prefill_budget import PrefillBudget
 from jaxserve.engine.schedule import DecodeRow, PrefillChunk, SampledTokens, ScheduledBatch
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 
@@ -50,10 +51,16 @@ class DraftPlanner:
 
     Args:
         showing_seconds: what it takes to show the drafter a step with prompts; None: it is shown none, since it reads none.
+        budget: of prompt tokens.
     """
 
     def __init__(
-        self, lengths: DraftLengths, limits: SchedulerLimits, pages: PagePool, showing_seconds: ShowingSeconds | None
+        self,
+        lengths: DraftLengths,
+        limits: SchedulerLimits,
+        pages: PagePool,
+        showing_seconds: ShowingSeconds | None,
+        budget: PrefillBudget,
     ) -> None:
         self._lengths = lengths
         self._limits = limits
@@ -63,15 +70,30 @@ class DraftPlanner:
             if lengths.reads_states:
                 self._head = HeadShowing(lengths, showing_seconds)
             else:
-                self._showing = DraftShowing(lengths, showing_seconds)
+                self._showing = DraftShowing(lengths, showing_seconds, self._behind_seconds)
         self._backlog = DraftBacklog(limits, pages)
+        self._budget = budget
+        # Of the step that is being planned, or of the one before.
+        self._waiting = 0  # prompt tokens
+        self._decode: list[DecodeRow] = []
 
     @property
     def stats(self) -> SpeculativeStats:
         return self._lengths.stats
 
+    def pays(self, num_decode: int) -> bool:
+        """Whether drafts were seen to be worth what showing prompts takes, beside so many rows: then prompts come in large
+        pieces, for a step with some brings no drafts and is shown. False where prompts are not shown."""
+        showing = self._head or self._showing
+        return showing is not None and showing.is_known_to_pay(num_decode + 1)
+
+    def offer_prompts(self, waiting: int) -> None:
+        """Tells of a step before it is planned how many prompt tokens there are for it."""
+        self._waiting = waiting
+
     def plan(self, decode: list[DecodeRow], prefill: list[PrefillChunk]) -> DraftPlan:
         """Decides about a step whose rows and chunks are launched with it."""
+        self._decode = decode
         if prefill:  # they leave a step no time to spare: it brings no drafts
             return self._plan_prompts(decode, prefill)
         if not decode:
@@ -116,14 +138,25 @@ class DraftPlanner:
         return not showing.is_known_to_pay(len(batch.decode) + len(batch.prefill))
 
     def _plan_prompts(self, decode: list[DecodeRow], prefill: list[PrefillChunk]) -> DraftPlan:
-        num_tokens = sum(len(chunk.token_ids) for chunk in prefill)
-        if self._head is not None:
-            return DraftPlan(decode, is_shown=self._head.shows_prompts(len(decode), len(prefill), num_tokens))
-        if self._showing is None:
+        showing = self._head or self._showing
+        if showing is None:
             return DraftPlan(decode)
-        is_shown = self._showing.shows(len(decode), len(prefill), num_tokens)
+        is_shown = showing.shows_prompts(len(decode), len(prefill), self._pieces(len(decode), prefill))
+        if self._showing is None:
+            return DraftPlan(decode, is_shown=is_shown)
         self._backlog.count_prompts(decode, prefill, is_shown=is_shown)
         return DraftPlan(decode, is_shown=is_shown)
+
+    def _pieces(self, num_decode: int, prefill: list[PrefillChunk]) -> PromptPieces:
+        """What drafts would make of a step's prompts: a part of a larger piece, as long as they do not pay."""
+        tokens = sum(len(chunk.token_ids) for chunk in prefill)
+        larger = self._budget.piece_between_drafts(num_decode, self._waiting)
+        if not num_decode or larger.tokens <= tokens:
+            return PromptPieces(tokens)
+        share = tokens / larger.tokens
+        return PromptPieces(
+            larger.tokens, share, share * larger.seconds - self._budget.added_seconds(num_decode, tokens)
+        )
 
     def _plan_with_head(self, rows: list[DecodeRow], head: HeadShowing) -> DraftPlan:
         """Drafts for all, if the head was shown what came before them."""
@@ -190,6 +223,9 @@ class DraftPlanner:
         if self._showing is None:
             return 0.0
         return self._backlog.seconds(counts, self._showing.seconds)
+
+    def _behind_seconds(self) -> float:
+        return self._seconds([row.sequence.num_unshown for row in self._decode])
 
     def _trial(self, behind: list[DecodeRow], showing: DraftShowing) -> tuple[list[tuple[DecodeRow, int]], Trial]:
         """The row that is least behind, and those that are shown with it in the same time, to see what drafts bring.

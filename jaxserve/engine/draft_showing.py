@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxserve.engine.draft_lengths import DraftLengths, size_class
 
@@ -15,13 +16,28 @@ _TRIAL_STEPS = 16  # with prompts, that are shown before it is known what drafts
 _RETURN = 1.25  # times what showing takes drafts must save to begin again: going back and forth has a price of its own
 
 
+class PromptPieces(NamedTuple):
+    """A step's prompts as the drafter would be shown them.
+
+    Attributes:
+        tokens: of a piece. It is larger than the step's where that is only so small because no drafts come between.
+        share: of such a piece, that the step has.
+        seconds: that the step's tokens take longer in such pieces.
+    """
+
+    tokens: int
+    share: float = 1.0
+    seconds: float = 0.0
+
+
 @dataclass
 class _Account:
     """Of steps with one number of sequences, the latest counting most.
 
     Attributes:
         decoded: tokens of each row in steps without prompts, which could have brought drafts.
-        showing: seconds that it takes to show the drafter the other steps, shown or not, and what it had to catch up on.
+        showing: seconds that it takes to show the drafter the other steps, shown or not, and what it had to catch up on;
+            and what larger pieces of prompts take more.
         num_prompt_steps: that there were before it was known what drafts save.
         pays: what was decided last.
     """
@@ -42,17 +58,26 @@ class DraftShowing:
     Steps with prompts bring no drafts, and take longer where the drafter is shown them. So drafts must save more than that
     in the steps between them. What they save with a token of such a step `DraftLengths` knows; how many tokens there are
     for each second of showing follows from the steps of late. Both are counted where nothing is shown as well, so that the
-    choice changes when the load does.
+    choice changes when the load does. They are counted as they would be with drafts: prompts come in larger pieces then, so
+    that fewer steps have some.
 
     What was not shown is caught up on where drafts pay again. How long a sequence goes on nobody knows, so that its drafts
     may cost no more in advance than what they would have saved while it waited for them.
 
+    To begin again, drafts must also be worth what all sequences then catch up on. That is paid once and is no sign that they
+    are not.
+
     Args:
         seconds: see `ShowingSeconds`.
+        behind_seconds: that it takes to show the drafter all that it has missed of the sequences that decode.
     """
 
-    def __init__(self, lengths: DraftLengths, seconds: ShowingSeconds) -> None:
+    def __init__(
+        self, lengths: DraftLengths, seconds: ShowingSeconds, behind_seconds: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self.seconds = seconds
+        self._behind_seconds = behind_seconds
+        self._paid = 0.0  # seconds of catching up that were counted when drafts began again
         self._lengths = lengths
         self._accounts: dict[int, _Account] = {}
         self._forgone = 0.0  # seconds that drafts would have saved those who wait for them
@@ -62,12 +87,13 @@ class DraftShowing:
         """Seconds that rows without drafts may take to catch up."""
         return self._forgone if self._lengths.is_adaptive else float("inf")
 
-    def shows(self, num_decode: int, num_chunks: int, num_tokens: int) -> bool:
-        """Whether a step with so many tokens of prompts is shown; it is taken into account."""
+    def shows_prompts(self, num_decode: int, num_chunks: int, pieces: PromptPieces) -> bool:
+        """Whether a step with these prompts is shown; it is taken into account."""
         account = self._account(num_decode + num_chunks)
         account.forget()
         account.num_prompt_steps += 1
-        account.showing += self.seconds(num_decode, num_tokens)
+        account.showing += pieces.share * self.seconds(num_decode, pieces.tokens) + pieces.seconds
+        account.decoded += 1.0 - pieces.share  # the rest of this step would have been one without prompts
         return self.pays(num_decode + num_chunks)
 
     def pays(self, num_rows: int) -> bool:
@@ -77,8 +103,14 @@ class DraftShowing:
         account, saving = self._account(num_rows), self._lengths.saving(num_rows)
         if saving is None:
             return account.num_prompt_steps <= _TRIAL_STEPS
-        needed = account.showing if account.pays else _RETURN * account.showing
-        account.pays = saving > 0.0 and saving * account.decoded >= needed
+        saved = saving * account.decoded
+        if account.pays:
+            account.pays = saving > 0.0 and saved >= account.showing
+        elif saving > 0.0 and saved >= _RETURN * account.showing:
+            behind = self._behind_seconds()
+            account.pays = saved >= account.showing + behind
+            if account.pays:
+                self._paid = self._forgone = behind
         return account.pays
 
     def is_known_to_pay(self, num_rows: int) -> bool:
@@ -106,7 +138,9 @@ class DraftShowing:
     def spend(self, num_rows: int, seconds: float) -> None:
         """Takes into account what rows take to catch up."""
         self._forgone = max(0.0, self._forgone - seconds)
-        self._account(num_rows).showing += seconds
+        paid = min(self._paid, seconds)
+        self._paid -= paid
+        self._account(num_rows).showing += seconds - paid
 
     def _account(self, num_rows: int) -> _Account:
         return self._accounts.setdefault(size_class(num_rows), _Account())

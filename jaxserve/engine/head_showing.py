@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jaxserve.engine.draft_lengths import DraftLengths
-from jaxserve.engine.draft_showing import DraftShowing, ShowingSeconds
+from jaxserve.engine.draft_showing import DraftShowing, PromptPieces, ShowingSeconds
 
 _TRIAL_STEPS = 8  # in which a head is shown all again, to see what its drafts bring by now
 _TRIAL_COST = 0.005  # of all time, that this may take
@@ -33,9 +33,9 @@ class HeadShowing:
         self._is_shown = True  # and so was the step before
         self._num_steps = 0  # since that changed
 
-    def shows_prompts(self, num_decode: int, num_chunks: int, num_tokens: int) -> bool:
-        """Whether a step with so many tokens of prompts is shown; it is taken into account."""
-        pays = self._account.shows(num_decode, num_chunks, num_tokens)
+    def shows_prompts(self, num_decode: int, num_chunks: int, pieces: PromptPieces) -> bool:
+        """Whether a step with these prompts is shown; it is taken into account."""
+        pays = self._account.shows_prompts(num_decode, num_chunks, pieces)
         self._decide(pays=pays, may_try=False)
         return self._is_shown
 

@@ -42,14 +42,19 @@ class PrefillSizes:
         """
         return cls(sizes, balanced_tokens, one_in=2 if goal == math.inf else 4)
 
-    def choose(self, wanted: int, num_decode: int, max_num_seqs: int) -> int:
+    def choose(self, wanted: int, num_decode: int, max_num_seqs: int, *, between_drafts: bool = False) -> int:
         """Prompt tokens to compute beside `num_decode` decoding rows where `wanted` are waiting and allowed.
 
         While many slots decode, prompts ride along in the part of a step that costs little, a piece in each step: every
         stream would wait for a larger one, whose tokens cost up to twice as much each. And a step that would be mostly
         padding takes a full smaller size instead.
+
+        Args:
+            between_drafts: the steps without prompts bring drafts, which those with some do not: the fewer there are of
+                these, the better.
         """
-        if self.balanced_tokens is not None and self.one_in * num_decode >= max_num_seqs:
+        rides_along = self.one_in * num_decode >= max_num_seqs and not between_drafts
+        if self.balanced_tokens is not None and rides_along:
             room = self.balanced_tokens - num_decode
             wanted = min(wanted, max((size for size in self.sizes if size <= room), default=self.sizes[0]))
         full = max((size for size in self.sizes if size <= wanted), default=None)

@@ -74,7 +74,9 @@ class Scheduler:
         self._pace = pace
         self._admission = Admission(limits, self.pages)
         self._budget = PrefillBudget(limits, pace, prefill_sizes)
-        self._drafting = None if drafting is None else DraftPlanner(drafting, limits, self.pages, showing_seconds)
+        self._drafting = (
+            None if drafting is None else DraftPlanner(drafting, limits, self.pages, showing_seconds, self._budget)
+        )
         self._clock = clock
 
     @property
@@ -262,7 +264,9 @@ class Scheduler:
     def _schedule_prefill(self, unfinished: list[Sequence], num_decode: int) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
         deepest, used = 0, 0
-        room = self._budget.most(num_decode, context=0)  # tokens of the step, unless a long context makes them dearer
+        drafts = self._drafting is not None and self._drafting.pays(num_decode)
+        # Tokens of the step, unless a long context makes them dearer.
+        room = self._budget.most(num_decode, context=0, between_drafts=drafts)
         is_fitted = False
         while used < room and len(chunks) < self.limits.max_prefill_rows:
             sequence = self._next_to_prefill(unfinished)
@@ -273,10 +277,14 @@ class Scheduler:
             # Only now is it known how much comes before a chunk: most of a long prompt may have been in the tree.
             if sequence.num_computed > deepest:
                 deepest = sequence.num_computed
-                room = min(room, self._budget.most(num_decode, context=deepest))
+                room = min(room, self._budget.most(num_decode, context=deepest, between_drafts=drafts))
             if not is_fitted:
                 candidates = [sequence, *unfinished, *islice(self.waiting, self.limits.max_prefill_rows)]
-                room, is_fitted = self._budget.fitting(room, num_decode, candidates), True
+                waiting = sum(len(candidate.token_ids) - candidate.num_computed for candidate in candidates)
+                room = self._budget.fitting(room, num_decode, waiting, between_drafts=drafts)
+                is_fitted = True
+                if self._drafting is not None:
+                    self._drafting.offer_prompts(waiting)
             if used < room:
                 used += self._add_chunk(sequence, room - used, chunks)
         return chunks

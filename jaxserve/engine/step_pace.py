@@ -101,12 +101,13 @@ class StepPace:
         nearest = min(seen, key=lambda bits: (abs(bits - wanted), bits))
         return seen[nearest].usual
 
-    def prefill_budget(self, num_decode: int, context: int) -> int:
+    def prefill_budget(self, num_decode: int, context: int, *, between_drafts: bool = False) -> int:
         """Prompt tokens that the next step may compute: none, if some must show first what only decoding takes.
 
         Args:
             num_decode: rows that decode in it.
             context: tokens that come before those prompt tokens in their sequence.
+            between_drafts: the steps that only decode bring drafts: `factor` counts from what such a step takes.
         """
         if not num_decode:
             return self._sizes[-1]
@@ -116,7 +117,9 @@ class StepPace:
         decode = next((seen.usual for seen in both if seen is not None and seen.is_known), None)
         if decode is None:
             return 0
-        room = ((self._factor * decode if self._goal is None else self._goal) - decode) * _MARGIN
+        drafting = both[1]
+        usual = max(decode, drafting.usual) if between_drafts and drafting is not None and drafting.is_known else decode
+        room = ((self._factor * usual if self._goal is None else self._goal) - decode) * _MARGIN
         best = self._sizes[0]
         pairs_seconds = self._seconds_of_pairs(num_decode)
         for size, seconds in self._without_context(num_decode):
@@ -124,6 +127,11 @@ class StepPace:
                 break
             best = size
         return best
+
+    def added_seconds(self, num_decode: int, tokens: int) -> float:
+        """What so many prompt tokens without context add to a step, as far as is known: else 0."""
+        size = self._size(tokens)
+        return next((seconds for known, seconds in self._without_context(num_decode) if known == size), 0.0)
 
     def _costs(self, num_decode: int) -> dict[int, _SizeCost]:
         """What sizes add beside so many rows."""

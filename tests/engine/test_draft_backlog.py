@@ -310,8 +310,10 @@ def test_nothing_is_caught_up_on_where_it_does_not_pay() -> None:
     assert runner_of(harness).num_checked == 0
 
 
-@pytest.mark.parametrize("tokens", [16, 64])  # it catches up in parts, and at once
-def test_a_row_waits_before_it_catches_up_for_as_long_as_that_takes(tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "least", "most"), [(16, 15, 18), (64, 10, 14)]
+)  # it catches up in parts, and at once
+def test_a_row_waits_before_it_catches_up_for_as_long_as_that_takes(tokens: int, least: int, most: int) -> None:
     lengths = Told()  # a second is saved with each token
     first = []
     for takes in (1.0, 5.0):
@@ -321,9 +323,9 @@ def test_a_row_waits_before_it_catches_up_for_as_long_as_that_takes(tokens: int)
         harness.check_done()
         steps = [batch for batch in harness.runner.launched if not batch.prefill]
         first.append(next(place for place, batch in enumerate(steps) if batch.catch_up))
-    # 1.25 times what showing the prompt would have taken must be saved first, and then what it takes to catch up.
+    # What showing the prompt would have taken must be saved first, and what it takes to catch up: once or twice as much.
     assert first[0] <= 4
-    assert 10 <= first[1] <= 14
+    assert least <= first[1] <= most
 
 
 def after_steps(*, takes: float, drafting: float) -> DraftLengths:

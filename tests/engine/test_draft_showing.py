@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jaxserve.engine.draft_lengths import DraftLengths
-from jaxserve.engine.draft_showing import DraftShowing
+from jaxserve.engine.draft_showing import DraftShowing, PromptPieces
 
 
 class Saving(DraftLengths):
@@ -28,25 +28,25 @@ def showing(seconds: float | None, *, takes: float = 3.0, adaptive: bool = True)
 
 def test_a_few_prompts_are_shown_before_it_is_known_what_drafts_save() -> None:
     policy, lengths = showing(None)
-    shown = [policy.shows(3, 1, 100) for _ in range(100)]
+    shown = [policy.shows_prompts(3, 1, PromptPieces(100)) for _ in range(100)]
     assert 4 < sum(shown) < 40
     assert shown == sorted(shown, reverse=True)
-    assert policy.shows(60, 1, 100)  # of another number of sequences nothing is known
+    assert policy.shows_prompts(60, 1, PromptPieces(100))  # of another number of sequences nothing is known
     lengths.seconds = 1.0
-    assert not policy.shows(3, 1, 100)
+    assert not policy.shows_prompts(3, 1, PromptPieces(100))
 
 
 def test_prompts_are_shown_where_the_tokens_between_them_save_more() -> None:
     for steps_between, is_worth_it in ((2, False), (5, True)):
         policy, _ = showing(1.0, takes=3.0)
         for _ in range(400):
-            shown = policy.shows(3, 1, 100)
+            shown = policy.shows_prompts(3, 1, PromptPieces(100))
             for _ in range(steps_between):
                 policy.count_decoding(4, 1.0)
         assert shown == is_worth_it
     policy, _ = showing(1.0, takes=3.0)
     for _ in range(400):
-        shown = policy.shows(3, 1, 100)
+        shown = policy.shows_prompts(3, 1, PromptPieces(100))
         policy.count_decoding(4, 5.0)  # the same in a step with drafts
     assert shown
 
@@ -55,14 +55,14 @@ def test_drafts_that_save_nothing_are_worth_no_showing_however_little_it_takes()
     for seconds in (0.0, -1.0, -math.inf):
         policy, _ = showing(seconds, takes=0.0)
         policy.count_decoding(4, 100.0)
-        assert not policy.shows(3, 1, 100)
+        assert not policy.shows_prompts(3, 1, PromptPieces(100))
 
 
 def test_it_takes_more_to_begin_again_than_to_go_on() -> None:
     policy, lengths = showing(1.0, takes=1.0)
     for _ in range(100):
         policy.count_decoding(4, 1.1)
-        policy.shows(3, 1, 100)
+        policy.shows_prompts(3, 1, PromptPieces(100))
     assert policy.pays(4)
     lengths.seconds = 0.5
     assert not policy.pays(4)
@@ -74,7 +74,7 @@ def test_it_takes_more_to_begin_again_than_to_go_on() -> None:
 
 def test_what_is_caught_up_on_counts_as_shown() -> None:
     policy, _ = showing(1.0, takes=1.0)
-    policy.shows(3, 1, 100)
+    policy.shows_prompts(3, 1, PromptPieces(100))
     policy.count_decoding(4, 10.0)
     assert policy.pays(4)
     policy.spend(4, 8.0)
@@ -104,5 +104,5 @@ def test_catching_up_may_take_what_waiting_has_cost() -> None:
 
 def test_without_adapting_everything_is_shown_and_caught_up_on_at_once() -> None:
     policy, _ = showing(-1.0, adaptive=False)
-    assert all(policy.shows(60, 1, 1000) for _ in range(100))
+    assert all(policy.shows_prompts(60, 1, PromptPieces(1000)) for _ in range(100))
     assert policy.may_spend == math.inf

@@ -180,7 +180,9 @@ def test_what_showing_prompts_takes_is_weighed_as_it_was_measured() -> None:
     """However little showing adds to steps without prompts: right as the head is, it is not worth its price here."""
     trace = prompts(300, 230, 200)
     plain, _ = simulated(trace, 64, None, pace=pace())
-    adaptive, device = simulated(trace, 64, 0.8, pace=pace(), per_prompts=3e-3)
+    always, _ = simulated(trace, 64, 0.8, adaptive=False, pace=pace(), per_prompts=8e-3)
+    adaptive, device = simulated(trace, 64, 0.8, pace=pace(), per_prompts=8e-3)
+    assert always.seconds > 1.05 * plain.seconds
     assert adaptive.seconds < 1.03 * plain.seconds
     assert mean_time_per_token(adaptive) < 1.03 * mean_time_per_token(plain)
     with_prompts = [batch for batch in device.batches[len(device.batches) // 2 :] if batch.prefill]
