@@ -19,26 +19,14 @@ import numpy as np
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import error_line
 
-_MOST_ELEMENTS = (
-    1 << 24
-)  # of all arrays together; the largest vocabularies have some hundred thousand tokens and merges
+# Of all arrays together; the largest vocabularies have some hundred thousand tokens and merges.
+_MOST_ELEMENTS = 1 << 24
 _MOST_BYTES = 1 << 28  # of the header; the largest vocabularies take some 30 MB
 _MOST_AXES = 4  # that the format knows
 _VERSIONS = (2, 3)  # the first had other numbers
 _ALIGNMENT_KEY = "general.alignment"
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}  # by type's number
+# By type's number, as `struct` calls them.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 
