@@ -26,6 +26,7 @@ from jaxserve.engine.processor_state import (
     ProcessorState,
     empty_processors,
     slot_processors,
+    slot_processors_like,
 )
 from jaxserve.engine.program_choice import added_by_prompts, fastest_programs, seconds_of_run, times_in_rounds
 from jaxserve.engine.program_compiler import ProgramCompiler, SampleProgram
@@ -182,6 +183,7 @@ class ModelRunner:
                 self._rehearse_step(nobody, bucket, packed, rehearsed)
             advance(1)
         for _ in range(_SETTING_UP):
+            self._rehearse_for_requests()
             if self._speculator is not None:
                 self._state = self._speculator.rehearse_telling(self._state)
         if self.page_copier is not None:
@@ -204,6 +206,16 @@ class ModelRunner:
                 self._run_sampling(mode, result.logits, result.slots, None)
             for mode in self._buckets.masked_modes:
                 self._run_sampling(mode, result.logits, result.slots, nothing)
+
+    def _rehearse_for_requests(self) -> None:
+        """Programs that only begin with a request that changes logits, or wants log probabilities of its prompt."""
+        _, *row = slot_processors_like(self._sizes.longest, np.zeros)
+        slot = np.int32(self._sizes.max_num_seqs)  # which there is not
+        self._processors = self._set_slot(self._processors, *put_replicated((slot, *row), self._replicated))
+        tokens = self._factory.max_prefill_tokens
+        hidden = np.zeros((tokens, self._factory.config.hidden_size), self._outer.embedding.dtype)
+        step = put_replicated((hidden, np.zeros(tokens, np.int32), np.int32(0)), self._replicated)
+        jax.block_until_ready(self._prompt_logprobs(self._outer, *step))
 
     def _rehearse_verification(self, nobody: ScheduledBatch, bucket: Bucket, packed: jax.Array) -> None:
         masks = np.full((bucket.rows, self._mask_words), -1, np.int32)
