@@ -88,7 +88,7 @@ class DraftPlanner:
         return showing is not None and showing.is_known_to_pay(num_decode + 1)
 
     def offer_prompts(self, waiting: int) -> None:
-        """Tells of a step before it is planned how many prompt tokens there are for it."""
+        """Tells of a step before it is planned how many prompt tokens it could have had, its own among them."""
         self._waiting = waiting
 
     def plan(self, decode: list[DecodeRow], prefill: list[PrefillChunk]) -> DraftPlan:
@@ -205,13 +205,14 @@ class DraftPlanner:
         showing.wait(num_rows, len(behind), self._seconds(counts))
         most = self._limits.max_num_batched_tokens
         num_few = sum(count <= min(_FEW_TOKENS, most) for count in counts)
-        few, spent = self._backlog.affordable(counts[:num_few], showing.seconds, showing.may_spend)
+        at_once = showing.may_spend_at_once(most)
+        few, spent = self._backlog.affordable(counts[:num_few], showing.seconds, at_once)
         parts: list[tuple[DecodeRow, int]] = []
         used, taken = 0, 0.0  # one group holds them all
         if few == num_few:
             for row in behind[few : few + self._limits.max_prefill_rows]:
                 part = min(row.sequence.num_unshown, most - used)
-                if not part or spent + showing.seconds(0, used + part) > showing.may_spend:
+                if not part or spent + showing.seconds(0, used + part) > at_once:
                     break
                 parts.append((row, part))
                 used += part

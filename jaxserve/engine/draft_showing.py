@@ -13,6 +13,9 @@ ShowingSeconds = Callable[[int, int], float]
 
 _MEMORY = 0.999  # of what is known of a number of sequences, that a step later still counts
 _TRIAL_STEPS = 16  # with prompts, that are shown before it is known what drafts save
+_GROUPS_AT_ONCE = (
+    2  # that are caught up on in a step: with more it takes twice as long, with fewer drafts begin too late
+)
 _RETURN = 1.25  # times what showing takes drafts must save to begin again: going back and forth has a price of its own
 
 
@@ -87,12 +90,16 @@ class DraftShowing:
         """Seconds that rows without drafts may take to catch up."""
         return self._forgone if self._lengths.is_adaptive else float("inf")
 
+    def may_spend_at_once(self, most_tokens: int) -> float:
+        """The same in one step, which is held up for long by no more than so many groups of `most_tokens`."""
+        return min(self.may_spend, _GROUPS_AT_ONCE * self.seconds(0, most_tokens))
+
     def shows_prompts(self, num_decode: int, num_chunks: int, pieces: PromptPieces) -> bool:
         """Whether a step with these prompts is shown; it is taken into account."""
         account = self._account(num_decode + num_chunks)
         account.forget()
         account.num_prompt_steps += 1
-        account.showing += pieces.share * self.seconds(num_decode, pieces.tokens) + pieces.seconds
+        account.showing += max(0.0, pieces.share * self.seconds(num_decode, pieces.tokens) + pieces.seconds)
         account.decoded += 1.0 - pieces.share  # the rest of this step would have been one without prompts
         return self.pays(num_decode + num_chunks)
 
@@ -115,7 +122,9 @@ class DraftShowing:
 
     def is_known_to_pay(self, num_rows: int) -> bool:
         """Whether drafts were seen to be worth what showing takes: steps with prompts are shown for their sake."""
-        return self.pays(num_rows) and (not self._lengths.is_adaptive or self._lengths.saving(num_rows) is not None)
+        if not self._lengths.is_adaptive:
+            return self._lengths.may_draft(num_rows)
+        return self.pays(num_rows) and self._lengths.saving(num_rows) is not None
 
     def count_decoding(self, num_rows: int, tokens: float) -> None:
         """Takes a step without prompts into account that gave each row so many tokens."""
@@ -130,7 +139,7 @@ class DraftShowing:
             most: seconds that they take to catch up.
         """
         if not num_waiting or not self.pays(num_rows):
-            self._forgone = 0.0
+            self._forgone = self._paid = 0.0
             return
         saving = self._lengths.saving(num_rows)
         self._forgone = min(most, self._forgone + max(0.0, saving or 0.0) * num_waiting / num_rows)

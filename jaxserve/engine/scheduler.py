@@ -283,10 +283,15 @@ class Scheduler:
                 waiting = sum(len(candidate.token_ids) - candidate.num_computed for candidate in candidates)
                 room = self._budget.fitting(room, num_decode, waiting, between_drafts=drafts)
                 is_fitted = True
-                if self._drafting is not None:
-                    self._drafting.offer_prompts(waiting)
             if used < room:
                 used += self._add_chunk(sequence, room - used, chunks)
+        if self._drafting is not None and chunks:
+            more = 0
+            if used >= room:  # else nobody else could have come
+                others = [*(chunk.sequence for chunk in chunks), *unfinished]
+                others += islice(self.waiting, len(self._free_slots))
+                more = sum(len(other.token_ids) - other.num_computed for other in others)
+            self._drafting.offer_prompts(used + more)
         return chunks
 
     def _next_to_prefill(self, unfinished: list[Sequence]) -> Sequence | None:

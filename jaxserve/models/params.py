@@ -142,7 +142,7 @@ def init_params(
     arrays = []
     for index, (spec, kind, place) in enumerate(zip(specs, wanted, places, strict=True)):
         draw = partial(draw_param, spec, dtype)
-        name = f"random {spec}, one of {len(specs)}, {dtype}"
+        name = f"random {spec}, one of {len(specs)}, {dtype}, by {_random_numbers()}"
         if isinstance(kind, QuantizedWeight) and config.quantization is not None:
             draw = partial(_draw_quantized, draw, kind.num_input_axes, config.quantization)
             name += f", of {kind.num_input_axes} input axes, {config.quantization}"
@@ -168,6 +168,12 @@ def draw_param(spec: ParamSpec, dtype: jnp.dtype, key: jax.Array) -> jax.Array:
     if spec.standard_deviation == 0.0:
         return jnp.zeros(spec.shape, dtype)
     return jax.random.normal(key, spec.shape, dtype) * jnp.asarray(spec.standard_deviation, dtype)
+
+
+def _random_numbers() -> str:
+    """What decides beside a seed which numbers JAX draws."""
+    is_partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    return f"{jax.config.jax_default_prng_impl}, {is_partitionable=}"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _draw_one(draw: Callable[[jax.Array], Any], count: int, seed: jax.Array, index: jax.Array) -> Any:

@@ -13,7 +13,7 @@ from jaxserve.engine.draft_showing import DraftShowing, PromptPieces
 from jaxserve.engine.prefill_budget import PrefillBudget
 from jaxserve.engine.prefill_sizes import PrefillSizes
 from jaxserve.engine.schedule import ScheduledBatch
-from jaxserve.engine.simulator import SimulationResult, Simulator
+from jaxserve.engine.simulator import SimulatedRequest, SimulationResult, Simulator
 from jaxserve.engine.step_pace import StepPace
 from tests.engine.drafting_model import DRAFTS, DraftingModel, DraftTimes, prompts
 from tests.engine.test_draft_showing import showing
@@ -37,7 +37,9 @@ def new_pace() -> StepPace:
     return StepPace(ADDED, measured={64: ADDED})
 
 
-def simulated(seqs: int, acceptance: float | None) -> tuple[SimulationResult, list[ScheduledBatch]]:
+def simulated(
+    seqs: int, acceptance: float | None, trace: list[SimulatedRequest] | None = None
+) -> tuple[SimulationResult, list[ScheduledBatch]]:
     """A crowd that is served at once; steps are the second half's. `acceptance=None`: without speculation."""
     device = DraftingModel(H200(), None if acceptance is None else TIMES, acceptance or 0.0, noise=0.08)  # pyright: ignore[reportArgumentType]
     simulator = Simulator(
@@ -49,7 +51,7 @@ def simulated(seqs: int, acceptance: float | None) -> tuple[SimulationResult, li
         pace=new_pace(),
         prefill_sizes=PrefillSizes(tuple(ADDED), balanced_tokens=208),
     )
-    result = simulator.run(prompts(5 * seqs, 490, 360))
+    result = simulator.run(trace or prompts(5 * seqs, 490, 360))
     return result, device.batches[len(device.batches) // 2 :]
 
 
@@ -73,6 +75,42 @@ def test_where_drafts_do_not_pay_pieces_stay_small_and_all_is_as_fast_as_without
     drafting, batches = simulated(64, acceptance)
     assert drafting.seconds < 1.02 * plain.seconds
     assert prompt_tokens(batches) == pytest.approx(prompt_tokens(plain_batches), rel=0.1)
+
+
+def with_shared_beginnings(count: int) -> list[SimulatedRequest]:
+    return [
+        replace(request, prompt_token_ids=(*range(number % 4, 1000), *request.prompt_token_ids))
+        for number, request in enumerate(prompts(count, 10, 40))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trace", "acceptance", "most"),
+    [
+        pytest.param(prompts(600, 40, 60), 0.7, 1.03, id="short"),
+        pytest.param([replace(one, num_choices=16) for one in prompts(100, 40, 30)], 0.8, 1.055, id="choices"),
+        pytest.param(with_shared_beginnings(500), 0.7, 1.03, id="cached"),
+    ],
+)
+def test_prompts_that_no_step_could_take_more_of_are_not_thought_to_come_in_larger_pieces(
+    trace: list[SimulatedRequest], acceptance: float, most: float
+) -> None:
+    """A crowd waits, but for slots; other choices take their prompts from the cache, as those do who share a beginning."""
+    plain, _ = simulated(64, None, trace)
+    drafting, _ = simulated(64, acceptance, trace)
+    assert drafting.seconds < most * plain.seconds
+
+
+def test_when_drafts_begin_again_a_step_is_held_up_by_two_groups_at_most() -> None:
+    _, batches = simulated(64, 0.7)
+    shown = [sum(len(chunk.token_ids) for group in batch.catch_up for chunk in group) for batch in batches]
+    assert 512 < max(shown) <= 2 * 512
+
+
+def test_where_no_step_can_bring_drafts_prompts_ride_along() -> None:
+    for adaptive in (True, False):
+        policy = DraftShowing(DraftLengths("test", (3,), 8, adaptive=adaptive), lambda rows, tokens: 1.0)
+        assert not policy.is_known_to_pay(9)
 
 
 def test_pieces_ride_along_with_those_who_decode_but_not_where_these_bring_drafts() -> None:
@@ -131,6 +169,13 @@ def test_prompts_count_as_they_would_come_with_drafts() -> None:
         shown = policy.shows_prompts(3, 1, PromptPieces(400, share=0.25, seconds=1.5))  # but their tokens are dearer
         policy.count_decoding(4, 1.0)
     assert not shown
+    policy, _ = showing(1.0, takes=3.0)
+    for _ in range(10):  # and however much cheaper they are, showing costs no less than nothing
+        policy.shows_prompts(3, 1, PromptPieces(400, share=0.25, seconds=-5.0))
+    assert policy.pays(4)
+    for _ in range(4):
+        policy.shows_prompts(3, 1, PromptPieces(100))
+    assert not policy.pays(4)
 
 
 def test_drafts_begin_again_once_they_are_worth_what_all_must_catch_up_on() -> None:
@@ -149,4 +194,16 @@ def test_drafts_begin_again_once_they_are_worth_what_all_must_catch_up_on() -> N
     policy.spend(4, behind)  # and that is no reason to stop
     assert policy.pays(4)
     policy.spend(4, 2 * behind)
+    assert not policy.pays(4)
+
+
+def test_what_was_paid_for_catching_up_is_forgotten_once_nobody_is_behind() -> None:
+    _, lengths = showing(1.0)
+    policy = DraftShowing(lengths, lambda rows, tokens: 1.0, lambda: 10.0)
+    policy.shows_prompts(3, 1, PromptPieces(100))
+    assert not policy.pays(4)
+    while not policy.pays(4):
+        policy.count_decoding(4, 1.0)
+    policy.wait(4, 0, 0.0)
+    policy.spend(4, 11.0)
     assert not policy.pays(4)

@@ -62,3 +62,16 @@ def test_a_second_start_compiles_nothing_for_them(num_devices: int, quantization
         np.testing.assert_array_equal(again, array)
         np.testing.assert_allclose(np.asarray(array), np.asarray(wanted), rtol=1e-6)
         assert again.sharding.is_equivalent_to(place, again.ndim)
+
+
+@pytest.mark.usefixtures("without_jax_cache")
+def test_programs_that_draw_other_random_numbers_are_not_taken(tmp_path: Path) -> None:
+    def first_number() -> float:
+        programs = ExecutableCache(tmp_path, (jax.devices()[0],), "weights")
+        params = init_params(MODEL_CONFIG, 3, FLOAT32, load_or_compile=programs.load_or_compile)
+        return float(params.embedding.ravel()[0])
+
+    with jax.default_prng_impl("rbg"):
+        others = first_number()
+    assert others != pytest.approx(FIRST_OF_SEED_3[0], rel=1e-5)
+    assert first_number() == pytest.approx(FIRST_OF_SEED_3[0], rel=1e-5)
