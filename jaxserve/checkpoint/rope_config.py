@@ -19,10 +19,24 @@ _KEYS_WITHOUT_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_fact
 def rope_from_hf(config: Mapping[str, Any], family: Family, where: str) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling, from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (older).
 
+    Where both are there they must say the same. transformers 5 takes `rope_scaling` alone then, without the base that
+    the other has, and transformers 4 knows no other: neither can be what a config with both means for certain.
+
     Raises:
-        CheckpointError: for a scaling that is not known, or one with a missing or malformed number.
+        CheckpointError: for a scaling that is not known, or one with a missing or malformed number; if the two differ.
     """
-    given = next((config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), {})
+    said = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) not in (None, {})}
+    read = [_read_rope(given, config, family, where) for given in said.values()]
+    if len(read) > 1 and read[0] != read[1]:
+        both = " and ".join(f"{key}={given!r}" for key, given in said.items())
+        raise CheckpointError(
+            f"{where}: {both} differ: put all of it, the base too, into rope_parameters, and remove rope_scaling"
+        )
+    return read[0] if read else _read_rope({}, config, family, where)
+
+
+def _read_rope(given: Any, config: Mapping[str, Any], family: Family, where: str) -> tuple[float, RopeScaling | None]:
+    """What one of the two says."""
     if not isinstance(given, Mapping):
         raise CheckpointError(f"{where}: rope scaling {given!r} must be an object")
     if given.get("partial_rotary_factor") not in (None, 1.0):

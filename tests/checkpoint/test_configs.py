@@ -87,6 +87,40 @@ def test_yarn_and_dynamic_scaling() -> None:
     assert dynamic.rope_scaling == RopeScaling("dynamic", 2.0, original_max_position_embeddings=64)
 
 
+NEWER = {"rope_type": "default", "rope_theta": 1e6}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaling"),
+    [
+        pytest.param(NEWER, YARN, id="added by hand"),
+        pytest.param(NEWER, {**YARN, "rope_theta": 1e6}, id="added with its base"),
+        pytest.param({**NEWER, **YARN}, {**YARN, "factor": 2.0, "rope_theta": 1e6}, id="another factor"),
+        pytest.param(NEWER, {"rope_type": "default", "rope_theta": 1e4}, id="another base"),
+    ],
+)
+def test_scalings_under_both_keys_that_differ_are_refused(parameters: dict[str, Any], scaling: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"rope_parameters=.* and rope_scaling=.* differ: .*remove") as caught:
+        config_of(rope_theta=..., rope_parameters=parameters, rope_scaling=scaling)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaling"),
+    [
+        pytest.param({**YARN, "rope_theta": 1e6}, YARN, id="for older readers"),
+        pytest.param({**YARN, "rope_theta": 1e6}, {"type": "yarn", **YARN, "beta_fast": 32}, id="spelled otherwise"),
+        pytest.param({**YARN, "rope_theta": 1e6}, {}, id="empty"),
+        pytest.param({}, YARN, id="the newer one empty"),
+    ],
+)
+def test_scalings_under_both_keys_that_say_the_same(parameters: dict[str, Any], scaling: dict[str, Any]) -> None:
+    """Also where one has the base, and the other leaves it to the config."""
+    config = config_of(rope_theta=1e6, rope_parameters=parameters, rope_scaling=scaling)
+    assert (config.rope_theta, config.rope_scaling) == (1e6, config_of(rope_scaling=YARN).rope_scaling)
+
+
 LONGROPE = {"short_factor": [1.0] * 7 + [1.25], "long_factor": [float(pair + 1) for pair in range(8)]}
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 64, "original_max_position_embeddings": 16}
 
