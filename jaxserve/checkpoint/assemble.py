@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.pieces import EMBEDDING_PIECE, HEAD_PIECE, piece_names
 from jaxserve.checkpoint.tensor_names import TensorNames
-from jaxserve.checkpoint.tensor_source import TensorSource, slabs
+from jaxserve.checkpoint.tensor_source import TensorSource, common_dtype, slabs
 from jaxserve.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -205,10 +205,7 @@ class Assembler:
         """The one that is asked for; else the one that holds every module without loss."""
         if self.dtype is not None:
             return self.dtype
-        dtype = self.source.dtype(modules[0].tensor)
-        for module in modules[1:]:
-            dtype = np.promote_types(dtype, self.source.dtype(module.tensor))
-        return dtype
+        return common_dtype(self.source.dtype(module.tensor) for module in modules)
 
     def _weight(self, name: str, advance: Callable[[int], None]) -> np.ndarray:
         """A tensor as it lies, in the dtype that is asked for."""

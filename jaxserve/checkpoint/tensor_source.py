@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import ml_dtypes
 import numpy as np
+from numpy.exceptions import DTypePromotionError
 
 
 class TensorSource(Protocol):
@@ -42,6 +43,20 @@ def slabs(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[range]:
     step = max(1, _SLAB_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
     for start in range(0, num_rows, step):
         yield range(start, min(start + step, num_rows))
+
+
+def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
+    """The one that holds the numbers of all without loss: float32 for two that NumPy knows none for.
+
+    These are narrow floats with unlike exponents, such as float16 and bfloat16.
+    """
+    first, *others = dtypes
+    for dtype in others:
+        try:
+            first = np.promote_types(first, dtype)
+        except DTypePromotionError:
+            first = np.promote_types(np.float32, first)
+    return first
 
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -60,6 +60,17 @@ def test_same_weights_as_from_hugging_face(tmp_path: Path, shape: dict[str, Any]
     assert ours == theirs
 
 
+def test_gate_and_up_of_unlike_16_bit_types_are_joined_without_loss(tmp_path: Path) -> None:
+    gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    tensors = weights()
+    bfloat16 = tensors[gate].astype(ml_dtypes.bfloat16)
+    tensors |= {gate: bfloat16.view(np.uint8), up: tensors[up].astype(np.float16)}
+    path = write_gguf(tmp_path / "model.gguf", tensors, types={gate: Type.BF16})
+    fused = np.asarray(converted(path, tmp_path / "converted").layers[0].w_gate_up)
+    np.testing.assert_array_equal(fused[:, 0], bfloat16.astype(np.float32).T)
+    np.testing.assert_array_equal(fused[:, 1], tensors[up].astype(np.float32).T)
+
+
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1])
 def test_quantized_blocks(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
     tensors = weights()

@@ -380,13 +380,31 @@ def test_dtype_at_conversion_spares_the_norms(folder: Path, tmp_path: Path) -> N
     np.testing.assert_array_equal(np.asarray(params.final_norm), np.full(64, 1.001, np.float32))
 
 
-def test_parts_of_unlike_dtypes_are_joined_without_loss(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtypes", "common"),
+    [
+        (("float32", "bfloat16", "float32"), "float32"),
+        (("float16", "bfloat16", "bfloat16"), "float32"),
+        (("bfloat16", "float16", "float64"), "float64"),
+        (("bfloat16", "float8_e4m3fn", "bfloat16"), "float32"),
+        (("float8_e5m2", "float8_e4m3fn", "float8_e4m3fn"), "float32"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
+)
+def test_parts_of_unlike_dtypes_are_joined_without_loss(tmp_path: Path, dtypes: tuple[str, ...], common: str) -> None:
+    folder = write_tiny_llama(tmp_path / "source", attention_bias=True)
     tensors = load_file(folder / "model.safetensors")
-    key = "model.layers.0.self_attn.k_proj.weight"
-    edit_tensors(folder, {key: tensors[key].astype(ml_dtypes.bfloat16)})
-    tensors[key] = tensors[key].astype(ml_dtypes.bfloat16)
+    for part in ("weight", "bias"):
+        for module, dtype in zip("qkv", dtypes, strict=True):
+            key = f"model.layers.0.self_attn.{module}_proj.{part}"
+            tensors[key] = tensors[key].astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    edit_tensors(folder, dict(tensors))
     config = json.loads((folder / "config.json").read_text())
-    assert_same_weights(converted(folder, tmp_path / "converted"), tensors, config)
+    params = converted(folder, tmp_path / "converted")
+    exact = {name: value.astype(np.float32) for name, value in tensors.items()}
+    assert_same_weights(params, exact, config)
+    arrays = read_manifest(tmp_path / "converted").arrays
+    assert arrays["layer_000/wqkv"].dtype == arrays["layer_000/bqkv"].dtype == common
 
 
 def test_manifest_tells_the_source(folder: Path, tmp_path: Path) -> None:
