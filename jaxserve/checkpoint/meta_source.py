@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.rotary_rows import read_pairs_apart
 from jaxserve.checkpoint.tensor_names import META
+from jaxserve.checkpoint.tensor_source import common_dtype
 from jaxserve.checkpoint.torch_source import TorchFile
 from jaxserve.checkpoint.trusted_files import checked_file
 
@@ -38,7 +40,7 @@ class MetaSource:
         """Opens every file.
 
         Raises:
-            CheckpointError: as `load_tensors`, or if the files have unlike tensors.
+            CheckpointError: as `load_tensors`, or if the files have unlike tensors, or norms that are not the same.
         """
         self._folder = folder
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
@@ -48,6 +50,20 @@ class MetaSource:
         for path, own in zip(files, shapes, strict=True):
             if own != shapes[0]:
                 raise CheckpointError(f"{path} has other tensors than {files[0].name}: fetch the checkpoint again")
+        for name in self.names():
+            if shapes[0][name] == (hidden_size,) and not name.endswith(META.ignored):
+                self._check_norm(name, files)
+
+    def _check_norm(self, name: str, files: Sequence[Path]) -> None:
+        """Every rank has all of a norm. Raises CheckpointError if two have others, as ranks of two models would."""
+        dtype = self.dtype(name)
+        first, *others = (rank.read(name).astype(dtype, copy=False).tobytes() for rank in self._ranks)
+        for path, other in zip(files[1:], others, strict=True):
+            if other != first:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is not the same as in {files[0].name}, and every rank must have the same "
+                    "norms: fetch the checkpoint again"
+                )
 
     def __enter__(self) -> MetaSource:
         return self
@@ -66,7 +82,8 @@ class MetaSource:
         return (*shape[:axis], shape[axis] * len(self._ranks), *shape[axis + 1 :])
 
     def dtype(self, name: str) -> np.dtype:
-        return self._ranks[0].dtype(name)
+        """One that holds every rank's part."""
+        return common_dtype(rank.dtype(name) for rank in self._ranks)
 
     def read(self, name: str, rows: range | None = None) -> np.ndarray:
         shape, num_heads = self.shape(name), {META.q: self.num_heads, META.k: self.num_kv_heads}.get(_module(name))
@@ -79,17 +96,18 @@ class MetaSource:
 
     def _read_rows(self, name: str, rows: range | None) -> np.ndarray:
         """As they lie in the ranks' files; None: a tensor without rows."""
-        axis = self._axis(name)
+        axis, dtype = self._axis(name), self.dtype(name)
         if rows is None or axis is None:
-            return self._ranks[0].read(name, rows)
+            return self._ranks[0].read(name, rows).astype(dtype, copy=False)
         if axis == 1:
-            return np.concatenate([rank.read(name, rows) for rank in self._ranks], axis=1)
+            return np.concatenate([rank.read(name, rows) for rank in self._ranks], axis=1, dtype=dtype)
         size = self._ranks[0].shape(name)[0]
         of_ranks = [
             range(max(rows.start - number * size, 0), min(rows.stop - number * size, size))
             for number in range(len(self._ranks))
         ]
-        return np.concatenate([rank.read(name, own) for rank, own in zip(self._ranks, of_ranks, strict=True) if own])
+        parts = [rank.read(name, own) for rank, own in zip(self._ranks, of_ranks, strict=True) if own]
+        return np.concatenate(parts, dtype=dtype)
 
     def _axis(self, name: str) -> int | None:
         """Along which axis the ranks share a tensor; None: each has all of it."""

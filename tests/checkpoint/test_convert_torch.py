@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
@@ -223,6 +223,53 @@ class TestWithTorch:
             meta_folder(folder, tmp_path / "other", torch) / "consolidated.00.pth", meta / "consolidated.01.pth"
         )
         assert_refused(meta, match=r"consolidated\.01\.pth has other tensors")
+
+    @pytest.mark.parametrize("embedding_axis", [0, 1])
+    @pytest.mark.parametrize(
+        ("dtypes", "common"),
+        [
+            (("bfloat16", "float32"), "float32"),
+            (("float32", "bfloat16"), "float32"),
+            (("float16", "bfloat16"), "float32"),
+            (("bfloat16", "bfloat16"), "bfloat16"),
+        ],
+    )
+    def test_ranks_of_unlike_dtypes_are_joined_without_loss(
+        self, tmp_path: Path, dtypes: tuple[str, str], common: str, embedding_axis: int, torch: Any
+    ) -> None:
+        folder = write_tiny_llama(tmp_path / "source", vocab_size=260, **SHAPE)
+        tensors = load_file(folder / "model.safetensors")  # rounded so that norms are the same in every dtype
+        tensors = {
+            name: value.astype(np.float16) if value.ndim > 1 else np.round(value) for name, value in tensors.items()
+        }
+        save_file({name: value.astype(np.float32) for name, value in tensors.items()}, folder / "model.safetensors")
+        meta = meta_folder(folder, tmp_path / "meta", torch, ranks=2, embedding_axis=embedding_axis)
+        exact: dict[str, list[np.ndarray]] = {}
+        for rank, dtype in enumerate(dtypes):
+            path = meta / f"consolidated.{rank:02d}.pth"
+            part = {
+                name: value.to(getattr(torch, dtype)) for name, value in torch.load(path, weights_only=True).items()
+            }
+            torch.save(part, path)
+            for name, value in part.items():
+                exact.setdefault(name, []).append(value.float().numpy())
+        params = converted(meta, tmp_path / "converted")
+        embedding = np.concatenate(exact["tok_embeddings.weight"], axis=embedding_axis)
+        np.testing.assert_array_equal(np.asarray(params.embedding), embedding)
+        down = np.concatenate(exact["layers.1.feed_forward.w2.weight"], axis=1)
+        np.testing.assert_array_equal(np.asarray(params.layers[1].w_down), down.T)
+        arrays = read_manifest(tmp_path / "converted").arrays
+        assert {arrays[f"layer_000/{name}"].dtype for name in ("wqkv", "wo", "w_gate_up", "w_down")} == {common}
+
+    def test_ranks_with_unlike_norms(self, folder: Path, tmp_path: Path, torch: Any) -> None:
+        meta = meta_folder(folder, tmp_path / "meta", torch, ranks=2)
+        part = torch.load(meta / "consolidated.01.pth", weights_only=True)
+        part["layers.1.ffn_norm.weight"][3] += 1
+        torch.save(part, meta / "consolidated.01.pth")
+        assert_refused(
+            meta,
+            match=r"consolidated\.01\.pth: tensor 'layers\.1\.ffn_norm\.weight' is not the same as in consolidated\.00",
+        )
 
 
 def write_params(folder: Path, **changes: Any) -> None:
