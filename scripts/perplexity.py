@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxserve.bench.perplexity import perplexity
 from jaxserve.checkpoint.source import DEFAULT_MODEL, resolve_model
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import build_engine, make_engine_mesh
+from jaxserve.engine.build import build_engine, make_engine_mesh, wanted_quantization
 from jaxserve.progress import NoProgress
 from jaxserve.text.tokenizer import load_tokenizer
 
@@ -64,7 +65,9 @@ def main() -> None:
     for way in arguments.ways.split(","):
         started = time.perf_counter()
         config = engine_config(way, arguments.dtype, arguments.window, arguments.device)
-        checkpoint = load_checkpoint(folder, config.dtype, NoProgress(), mesh=make_engine_mesh(config))
+        quantization = partial(wanted_quantization, config=config)
+        mesh = make_engine_mesh(config)
+        checkpoint = load_checkpoint(folder, config.dtype, NoProgress(), mesh=mesh, quantization=quantization)
         tokenizer = load_tokenizer(checkpoint.tokenizer_dir)
         token_ids = tokenizer.encode(arguments.text.read_text(encoding="utf-8"))
         engine = build_engine(checkpoint.model_config, checkpoint.params, config, NoProgress())

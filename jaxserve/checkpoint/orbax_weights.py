@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import math
 import os
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,11 +25,12 @@ import tensorstore
 
 from jaxserve.checkpoint.atomic import disk_message
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.pieces import StoredLayout, by_piece, from_pieces, stored_layout
+from jaxserve.checkpoint.pieces import StoredLayout, by_piece, from_pieces, layer_of_piece, stored_layout
 from jaxserve.checkpoint.read_ahead import reading_ahead
 from jaxserve.checkpoint.tokenizer_files import error_line
 from jaxserve.config import ModelConfig
 from jaxserve.models.params import LlamaParams, ParamSpec, param_specs
+from jaxserve.models.quantize_params import LayerQuantizer
 
 PIECES_AT_ONCE = 4  # that are read while others are copied to the devices; each takes memory of the host meanwhile
 PIECES_AHEAD = 8  # those and the next ones, whose files the system reads before they are asked for
@@ -78,16 +81,20 @@ def restore_weights(
     shardings: LlamaParams | None = None,
     advance: Callable[[int], None] = lambda amount: None,
     *,
+    quantizer: LayerQuantizer | None = None,
     pieces_at_once: int = PIECES_AT_ONCE,
     pieces_ahead: int = PIECES_AHEAD,
 ) -> LlamaParams:
     """Read parameters onto devices, each device the bytes of its own shards, several pieces at once.
 
     Args:
+        config: of the model as it is stored.
         dtype: of every array but the norms, which are float32, and quantized weights, which stay what they are.
         shardings: a `LlamaParams` of `jax.sharding.Sharding`s; None: everything on the first device.
         advance: is told the bytes of the arrays that were read.
-        pieces_at_once: each of which takes its size of the host's memory.
+        quantizer: of the weights of a dense model's layers, each of which is quantized from the numbers that are stored,
+            whatever `dtype` says, as soon as it is there; None: none are.
+        pieces_at_once: each of which takes its size of the host's memory; where layers are quantized, of the devices' too.
         pieces_ahead: whose files the system reads into its cache, counted from the first that is not done; 0: none.
 
     Raises:
@@ -110,17 +117,37 @@ def restore_weights(
     with reading_ahead(ahead, pieces_ahead) as done_with_one:
 
         def restore(piece: str) -> dict[str, jax.Array]:
-            arrays = _restore_piece(folder / piece, by_name[piece], places[piece], config.num_heads, dtype)
-            advance(sum(array.nbytes for array in arrays.values()))
+            layer = layer_of_piece(piece)
+            as_stored = () if quantizer is None or layer is None else quantizer.weights_of(layer)
+            arrays = _restore_piece(folder / piece, by_name[piece], places[piece], config.num_heads, dtype, as_stored)
+            advance(sum(spec.num_bytes(dtype) for spec in by_name[piece].values()))
             done_with_one()
             return arrays
 
+        restored: dict[str, dict[str, Any]] = {}
+        # What waits to be quantized takes memory of the devices, so that reading does not run ahead of it.
+        at_once = len(order) if quantizer is None else pieces_at_once
         with _orbax_silent(), ThreadPoolExecutor(pieces_at_once) as threads:
-            restored = dict(zip(order, threads.map(restore, order), strict=True))
+            for piece, arrays in zip(order, _in_order(threads, restore, order, at_once), strict=True):
+                layer = layer_of_piece(piece)
+                restored[piece] = arrays
+                if quantizer is not None and layer is not None:  # one by one: hosts that share a model must do it alike
+                    restored[piece] = arrays | quantizer.quantized(layer, arrays, donate=True)
     extra = sorted(path.name for path in folder.iterdir() if path.name not in by_name)
     if extra:
         raise CheckpointError(f"{folder}: {extra[0]!r} is not part of this model: convert the model again")
     return from_pieces(restored, specs)
+
+
+def _in_order(
+    threads: ThreadPoolExecutor, work: Callable[[str], dict[str, jax.Array]], pieces: Sequence[str], at_once: int
+) -> Iterator[dict[str, jax.Array]]:
+    """What the work gives for each piece, in turn; it is begun for so many at once, until what they gave is done with."""
+    left = iter(pieces)
+    begun = deque(threads.submit(work, piece) for piece in itertools.islice(left, at_once))
+    while begun:
+        yield begun.popleft().result()
+        begun.extend(threads.submit(work, piece) for piece in itertools.islice(left, 1))
 
 
 def read_piece(folder: Path) -> dict[str, np.ndarray]:
@@ -137,20 +164,30 @@ def read_piece(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _restore_piece(
-    folder: Path, specs: Specs, shardings: Mapping[str, jax.sharding.Sharding], num_heads: int, dtype: jnp.dtype
+    folder: Path,
+    specs: Specs,
+    shardings: Mapping[str, jax.sharding.Sharding],
+    num_heads: int,
+    dtype: jnp.dtype,
+    as_stored: Collection[str],
 ) -> dict[str, jax.Array]:
+    """
+    Args:
+        as_stored: names of the arrays that keep the dtype that they have in the files, or the widest that jax has.
+    """
     layouts = {name: stored_layout(spec.shape, spec.logical_axes, num_heads) for name, spec in specs.items()}
-    targets = {
-        name: jax.ShapeDtypeStruct(
-            layouts[name].shape,
-            element_type(spec, dtype),
-            sharding=_stored_sharding(name, spec.shape, layouts[name], shardings[name]),
-        )
-        for name, spec in specs.items()
-    }
+    places = {name: _stored_sharding(name, spec.shape, layouts[name], shardings[name]) for name, spec in specs.items()}
     with _damage_reported(folder), ocp.Checkpointer(_handler(_NumpyHandler())) as checkpointer:
         stored = dict(_flat(_metadata_tree(checkpointer, folder)))
         _check_shapes({name: tuple(leaf.shape) for name, leaf in stored.items()}, layouts, folder)
+        targets = {
+            name: jax.ShapeDtypeStruct(
+                layouts[name].shape,
+                jax.dtypes.canonicalize_dtype(stored[name].dtype) if name in as_stored else element_type(spec, dtype),
+                sharding=places[name],
+            )
+            for name, spec in specs.items()
+        }
         tree = _nested(targets)
         args = ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
         restored = dict(_flat(checkpointer.restore(folder.absolute(), args=args)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,12 @@ from jaxserve.checkpoint.manifest import (
     read_manifest,
 )
 from jaxserve.checkpoint.open_model import DTYPES
-from jaxserve.checkpoint.orbax_weights import restore_weights
+from jaxserve.checkpoint.orbax_weights import PIECES_AT_ONCE, restore_weights
 from jaxserve.checkpoint.pieces import check_arrays
 from jaxserve.checkpoint.trusted_files import require_utf8
-from jaxserve.config import ModelConfig
-from jaxserve.models.params import LlamaParams, param_specs
+from jaxserve.config import ModelConfig, QuantizationConfig
+from jaxserve.models.params import QUANTIZABLE, LlamaParams, param_specs
+from jaxserve.models.quantize_params import LayerQuantizer
 from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import Progress
 
@@ -53,6 +55,7 @@ def load_checkpoint(
     *,
     mesh: Mesh | None = None,
     check: Callable[[ModelConfig], None] = lambda config: None,
+    quantization: Callable[[ModelConfig], QuantizationConfig | None] = lambda config: None,
 ) -> LoadedCheckpoint:
     """Load a model onto its devices.
 
@@ -64,10 +67,12 @@ def load_checkpoint(
         mesh: the devices that share the model, each of which reads its own part (by `ShardLayout.source_shardings`);
             None: everything on the first device.
         check: told of the model before its weights are read; may raise, as where they do not fit.
+        quantization: what the weights of a dense model's layers are quantized into, each as soon as it is read and from the
+            numbers that are stored, as `convert` does it; None: they stay dense.
 
     Raises:
         CheckpointError: if there is no model, or it is damaged.
-        ValueError: if the model does not divide over the mesh.
+        ValueError: if the model does not divide over the mesh, or the quantization does not fit it.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"{dtype=} must be one of {', '.join(DTYPES)}")
@@ -80,12 +85,24 @@ def load_checkpoint(
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         dtype = "float32" if platform == "cpu" else "bfloat16"
     target = jnp.dtype(dtype)
-    specs = param_specs(manifest.model_config)
-    shardings = None if mesh is None else ShardLayout(manifest.model_config, mesh.size).source_shardings(mesh)
-    total = sum(spec.num_bytes(target) for spec in jax.tree.leaves(specs))
-    with progress.task("Loading weights", total, "B") as advance:
-        params = restore_weights(folder / WEIGHTS_FOLDER, manifest.model_config, target, shardings, advance)
-    return LoadedCheckpoint(manifest.model_config, params, folder / TOKENIZER_FOLDER, manifest.name)
+    stored, wanted = manifest.model_config, quantization(manifest.model_config)
+    model_config = stored if wanted is None else dataclasses.replace(stored, quantization=wanted)
+    total = sum(spec.num_bytes(target) for spec in jax.tree.leaves(param_specs(stored)))
+    shardings = None if mesh is None else ShardLayout(stored, mesh.size).source_shardings(mesh)
+    quantizer, pieces_at_once, task = None, PIECES_AT_ONCE, "Loading weights"
+    if wanted is not None:
+        places = None if mesh is None else ShardLayout(model_config, mesh.size).source_shardings(mesh)
+        quantizer, task = LayerQuantizer(wanted, places), f"Loading weights, quantizing to {wanted.name}"
+        # Layers wait on the devices in the dtype of the files: as many as take no more than they would in the model's.
+        layers = (array for name, array in manifest.arrays.items() if name.rpartition("/")[2] in QUANTIZABLE)
+        widest = max(jnp.dtype(array.dtype).itemsize for array in layers)
+        pieces_at_once = max(1, PIECES_AT_ONCE * target.itemsize // max(widest, target.itemsize))
+    weights = folder / WEIGHTS_FOLDER
+    with progress.task(task, total, "B") as advance:
+        params = restore_weights(
+            weights, stored, target, shardings, advance, quantizer=quantizer, pieces_at_once=pieces_at_once
+        )
+    return LoadedCheckpoint(model_config, params, folder / TOKENIZER_FOLDER, manifest.name)
 
 
 def converted_folder(path: Path, progress: Progress, name: str | None = None) -> Path:

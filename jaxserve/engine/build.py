@@ -317,11 +317,11 @@ def _place_draft(draft: Model | DraftHead, config: EngineConfig, mesh: Mesh, pro
     """The draft model, or head, on the engine's devices, as they run it."""
     if isinstance(draft, DraftHead):
         return place_head(draft, resolve_dtype(config, mesh), mesh)
-    draft_config, params = place_params(draft.config, draft.params, _config_of_draft(config), mesh, progress)
+    draft_config, params = place_params(draft.config, draft.params, config_of_draft(config), mesh, progress)
     return Model(ShardLayout(draft_config, mesh.size).device_config, params)
 
 
-def _config_of_draft(config: EngineConfig) -> EngineConfig:
+def config_of_draft(config: EngineConfig) -> EngineConfig:
     """What the configuration says of the draft model's weights."""
     quantization = None if config.speculative_config is None else config.speculative_config.quantization
     return dataclasses.replace(config, quantization=quantization)  # pyright: ignore[reportArgumentType] - it checks that
@@ -346,7 +346,7 @@ def build_dummy_engine(
     target = _dummy_model(model_config, config, progress, replica)
     draft = None
     if draft_config is not None:
-        draft = _dummy_model(draft_config, _config_of_draft(config), progress, replica)
+        draft = _dummy_model(draft_config, config_of_draft(config), progress, replica)
     elif speculative is not None and speculative.method in HEAD_METHODS:
         draft = random_head(speculative, model_config, config.seed or 0)
     return build_engine(target.config, target.params, config, progress, replica, draft)

@@ -188,7 +188,7 @@ def check_weights_fit(
         return
     remedies = ["a smaller model"]
     if model_config.quantization is None:
-        # A checkpoint that is quantized as it is loaded is there as it was, first.
+        # One that is quantized as it is loaded must have this room too, though layers are quantized one after the other.
         remedies.append(
             "--quantization" if config.load_format == "dummy" else "one of `jaxserve convert --quantization`"
         )

@@ -1,16 +1,16 @@
-"""Quantizes the weights of a whole model where they are."""
+"""Quantizes the weights of a whole model, or of a layer of it, where they are."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 
 from jaxserve.config import ModelConfig, QuantizationConfig
-from jaxserve.models.params import QUANTIZABLE, LayerParams, LlamaParams, param_specs
+from jaxserve.models.params import QUANTIZABLE, LlamaParams, param_specs
 from jaxserve.models.quantization import QuantizedWeight, quantize
 
 # Float8 keeps three bits behind the point. The fewer weights a model has, the more it loses by that, and the less it gains.
@@ -31,6 +31,42 @@ def quantization_for(model: ModelConfig, asked: QuantizationConfig) -> Quantizat
     if num_weights >= _FEW_WEIGHTS or model.num_layers < _ENOUGH_LAYERS:
         return asked
     return dataclasses.replace(asked, dense_layers=(0, model.num_layers - 1), dense_weights=_SENSITIVE_WEIGHTS)
+
+
+class LayerQuantizer:
+    """Quantizes a dense model's layers one after the other, by one program for each of their weights."""
+
+    def __init__(self, quantization: QuantizationConfig, shardings: LlamaParams | None = None) -> None:
+        """
+        Args:
+            shardings: of the quantized model (`named_shardings` of its `param_specs`); None: where jax puts them.
+        """
+        self._quantization = quantization
+        self._shardings = shardings
+        self._programs: dict[str, Any] = {}
+
+    def weights_of(self, layer: int) -> tuple[str, ...]:
+        """The fields of `LayerParams` that are to be quantized in a layer."""
+        return tuple(name for name in QUANTIZABLE if self._quantization.quantizes(layer, name))
+
+    def quantized(self, layer: int, dense: Mapping[str, Any], *, donate: bool) -> dict[str, QuantizedWeight]:
+        """The weights of a layer (`weights_of`), of NumPy or jax arrays in any float.
+
+        Args:
+            donate: delete each dense jax array as soon as its quantized form is there.
+        """
+        quantized: dict[str, QuantizedWeight] = {}
+        for name in self.weights_of(layer):
+            if name not in self._programs:
+                function = partial(quantize, num_input_axes=QUANTIZABLE[name], config=self._quantization)
+                place = None if self._shardings is None else getattr(self._shardings.layers[layer], name)
+                self._programs[name] = jax.jit(function, out_shardings=place)
+            weight = dense[name]
+            quantized[name] = self._programs[name](weight)
+            if donate and isinstance(weight, jax.Array):
+                jax.block_until_ready(quantized[name])
+                weight.delete()
+        return quantized
 
 
 def quantize_params(
@@ -56,33 +92,10 @@ def quantize_params(
     """
     if config.quantization is not None:
         raise ValueError(f"the model is quantized already ({config.quantization.name}): it cannot be again")
+    quantizer = LayerQuantizer(quantization, shardings)
     layers = []
-    programs: dict[str, Any] = {}
     for index, layer in enumerate(params.layers):
-        places = shardings.layers[index] if shardings is not None else None
-        names = [name for name in QUANTIZABLE if quantization.quantizes(index, name)]
-        layers.append(_quantize_layer(layer, names, quantization, places, programs, donate))
+        dense = {name: getattr(layer, name) for name in quantizer.weights_of(index)}
+        layers.append(dataclasses.replace(layer, **quantizer.quantized(index, dense, donate=donate)))
         advance(1)
     return dataclasses.replace(params, layers=tuple(layers))
-
-
-def _quantize_layer(
-    layer: LayerParams,
-    names: Sequence[str],
-    config: QuantizationConfig,
-    places: Any,
-    programs: dict[str, Any],
-    donate: bool,
-) -> LayerParams:
-    quantized: dict[str, QuantizedWeight] = {}
-    for name in names:
-        if name not in programs:
-            function = partial(quantize, num_input_axes=QUANTIZABLE[name], config=config)
-            place = None if places is None else getattr(places, name)
-            programs[name] = jax.jit(function, out_shardings=place)
-        dense = getattr(layer, name)
-        quantized[name] = programs[name](dense)
-        if donate and isinstance(dense, jax.Array):
-            jax.block_until_ready(quantized[name])
-            dense.delete()
-    return dataclasses.replace(layer, **quantized)

@@ -11,7 +11,14 @@ from jaxserve.checkpoint.draft_heads import load_draft_head
 from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, read_manifest
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.engine.build import build_engine, check_model_fits, make_engine_mesh, resolve_dtype
+from jaxserve.engine.build import (
+    build_engine,
+    check_model_fits,
+    config_of_draft,
+    make_engine_mesh,
+    resolve_dtype,
+    wanted_quantization,
+)
 from jaxserve.engine.build_drafting import Model, check_depth, check_draft_model
 from jaxserve.engine.capacity import check_weights_fit
 from jaxserve.engine.client import EngineClient, Replica
@@ -49,7 +56,8 @@ def start_checkpoint_engine(
         draft = None if draft_folder is None else load_draft(draft_folder, config, target, progress, mesh)
         check_draft_model(config.speculative_config, target, draft)
         check = partial(check_model_fits, config=config, mesh=mesh, replica=replica)
-        checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check)
+        quantization = partial(wanted_quantization, config=config)
+        checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check, quantization=quantization)
         return build_engine(checkpoint.model_config, checkpoint.params, config, progress, replica, draft, leader)
 
     grammars = GrammarCompiler(lambda: load_tokenizer(folder / TOKENIZER_FOLDER))
@@ -69,5 +77,6 @@ def load_draft(
     if method == "eagle" or method == "eagle3" or method == "medusa":
         return load_draft_head(folder, method, target)
     check = partial(check_weights_fit, config=config, mesh=mesh, dtype=resolve_dtype(config, mesh))
-    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check)
+    quantization = partial(wanted_quantization, config=config_of_draft(config))
+    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check, quantization=quantization)
     return Model(checkpoint.model_config, checkpoint.params)

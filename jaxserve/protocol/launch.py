@@ -12,7 +12,7 @@ from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, check_files, is_conve
 from jaxserve.checkpoint.source import draft_head_folder, resolve_model
 from jaxserve.checkpoint.store import converted_folder, load_checkpoint
 from jaxserve.config import EngineConfig, ToolCallFormat
-from jaxserve.engine.build import build_runner, check_model_fits, make_engine_mesh
+from jaxserve.engine.build import build_runner, check_model_fits, make_engine_mesh, wanted_quantization
 from jaxserve.engine.capacity import longest_context
 from jaxserve.engine.cluster import Follower, join_cluster
 from jaxserve.engine.cluster_runner import follow
@@ -199,7 +199,8 @@ def launch_follower(model: str, config: EngineConfig, progress: Progress) -> Non
     check_files(folder, read_manifest(folder))
     mesh = make_engine_mesh(config)
     check = partial(check_model_fits, config=config, mesh=mesh)
-    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check)
+    quantization = partial(wanted_quantization, config=config)
+    checkpoint = load_checkpoint(folder, config.dtype, progress, mesh=mesh, check=check, quantization=quantization)
     built = build_runner(checkpoint.model_config, checkpoint.params, config, progress, cluster=link)
     logger.info("ready: follows host 0")
     follow(built.runner, link)

@@ -279,10 +279,12 @@ READ = """
 import os, sys
 from pathlib import Path
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-import jax, numpy as np
+import jax
 from jaxserve.checkpoint.manifest import read_manifest
 from jaxserve.checkpoint.orbax_weights import restore_weights
+from jaxserve.config import QuantizationConfig
 from jaxserve.models.params import param_specs
+from jaxserve.models.quantize_params import LayerQuantizer
 from jaxserve.sharding.mesh import make_mesh
 from jaxserve.sharding.placement import named_shardings
 
@@ -291,14 +293,15 @@ def bytes_read():
 
 folder = Path(sys.argv[1])
 config = read_manifest(folder).model_config
-def restore(size):
+def restore(size, dtype="float32", quantizer=None):
     shardings = named_shardings(param_specs(config), make_mesh(jax.devices(), size))
     before = bytes_read()
-    jax.block_until_ready(restore_weights(folder / "weights", config, np.dtype("float32"), shardings))
+    jax.block_until_ready(restore_weights(
+        folder / "weights", config, jax.numpy.dtype(dtype), shardings, quantizer=quantizer))
     return bytes_read() - before
 
 restore(4)
-print(restore(1), restore(4))
+print(restore(1), restore(4), restore(4, "bfloat16", LayerQuantizer(QuantizationConfig("int8"))))
 """
 
 

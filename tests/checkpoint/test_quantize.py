@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.inspection import inspect_checkpoint
-from jaxserve.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from jaxserve.checkpoint.manifest import MANIFEST_FILE, WEIGHTS_FOLDER, read_manifest
+from jaxserve.checkpoint.orbax_weights import restore_weights
 from jaxserve.checkpoint.quantize import QuantizationStep, quantization_step, quantize_tensor
 from jaxserve.checkpoint.store import load_checkpoint
 from jaxserve.config import QuantizationConfig
 from jaxserve.models import quantization
-from jaxserve.models.quantize_params import quantize_params
+from jaxserve.models.params import LlamaParams
+from jaxserve.models.quantization import QuantizedWeight
+from jaxserve.models.quantize_params import LayerQuantizer, quantize_params
+from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.progress import NoProgress
 from jaxserve.sharding.mesh import make_mesh
 from tests.tiny_engine import MODEL_CONFIG
@@ -52,12 +60,67 @@ def test_the_same_weights_as_when_they_are_quantized_after_loading(name: str, qu
     stored = load_checkpoint(quantized[name], "float32", NoProgress())
     expected = quantize_params(dense.params, dense.model_config, QuantizationConfig.named(name))
     assert stored.model_config.quantization == QuantizationConfig.named(name)
-    assert jax.tree.structure(stored.params) == jax.tree.structure(expected)
-    for (path, leaf), other in zip(
-        jax.tree_util.tree_leaves_with_path(stored.params), jax.tree.leaves(expected), strict=True
-    ):
+    assert_same_params(stored.params, expected)
+
+
+def assert_same_params(found: LlamaParams, expected: LlamaParams) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         assert leaf.dtype == other.dtype, path
         np.testing.assert_array_equal(*(np.asarray(a).astype(np.float32) for a in (leaf, other)), err_msg=str(path))
+
+
+@pytest.fixture(scope="module", params=["float32", "float16"])
+def wide_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_tiny_llama(
+        tmp_path_factory.mktemp(request.param) / "model", vocab_size=260, intermediate_size=256, num_hidden_layers=1
+    )
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: value.astype(request.param) for name, value in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loading_quantizes_the_sources_numbers_as_converting_does(name: str, wide_source: Path, tmp_path: Path) -> None:
+    """Not those that bfloat16, which the engine computes in, would leave of them; on one device and on several."""
+    step = quantization_step(name)
+    stored = load_checkpoint(
+        convert(wide_source, tmp_path / "quantized", step=step, progress=NoProgress()), "bfloat16", NoProgress()
+    )
+    dense = convert(wide_source, tmp_path / "dense", progress=NoProgress())
+    for mesh in (None, make_mesh(jax.devices(), 2)):
+        found = load_checkpoint(
+            dense, "bfloat16", NoProgress(), mesh=mesh, quantization=lambda config: QuantizationConfig.named(name)
+        )
+        assert found.model_config == stored.model_config
+        assert_same_params(found.params, stored.params)
+        if mesh is not None:
+            shardings = ShardLayout(found.model_config, 2).source_shardings(mesh)
+            assert jax.tree.map(lambda array: array.sharding, found.params) == shardings
+
+
+def test_few_layers_wait_to_be_quantized(tmp_path: Path) -> None:
+    """On the devices, where there is room for one model."""
+    source = write_tiny_llama(tmp_path / "model", num_hidden_layers=8)
+    folder = convert(source, tmp_path / "converted", progress=NoProgress())
+    config = read_manifest(folder).model_config
+    read: list[int] = []
+    waiting: list[int] = []
+
+    class Watched(LayerQuantizer):
+        def quantized(self, layer: int, dense: Mapping[str, Any], *, donate: bool) -> dict[str, QuantizedWeight]:
+            time.sleep(0.05)  # for readers that would run ahead
+            waiting.append(len(read) - len(waiting))
+            made = super().quantized(layer, dense, donate=donate)
+            assert all(dense[name].is_deleted() for name in made)
+            return made
+
+    restore_weights(
+        folder / WEIGHTS_FOLDER, config, jnp.dtype(jnp.float32), advance=read.append,
+        quantizer=Watched(QuantizationConfig("int8")), pieces_at_once=2,
+    )  # fmt: skip
+    assert len(waiting) == 8
+    assert max(waiting) <= 4  # two, and the embedding and the head, which are not quantized
 
 
 @pytest.mark.parametrize(
