@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,21 @@ import numpy as np
 from jaxserve.checkpoint.assemble import Assembler
 from jaxserve.checkpoint.hf_config import bos_token_id_from, family_of_config, model_config_from_hf
 from jaxserve.checkpoint.opened_model import OpenModel, ignored_files
-from jaxserve.checkpoint.safetensors_source import INDEX_FILE, SafetensorsSource, has_safetensors, weight_files
+from jaxserve.checkpoint.safetensors_source import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SafetensorsSource,
+    has_safetensors,
+    weight_files,
+)
 from jaxserve.checkpoint.tokenizer_files import read_json
 from jaxserve.checkpoint.tokenizer_read import eos_token_ids_from_configs, read_hf_tokenizer
-from jaxserve.checkpoint.torch_source import BIN_INDEX_FILE, BinSource, bin_files
-from jaxserve.checkpoint.trusted_files import check_index, checked_file, has_entry
+from jaxserve.checkpoint.torch_source import BIN_FILE, BIN_INDEX_FILE, BinSource, bin_files
+from jaxserve.checkpoint.trusted_files import check_index, checked_file, has_entry, index_counts
 from jaxserve.checkpoint.vendor_assemble import VendorAssembler
 from jaxserve.checkpoint.vendor_config import VendorForm, vendor_form
+
+logger = logging.getLogger(__name__)
 
 QUANTIZATION_FILE = "hf_quant_config.json"
 # All that says what a model is, beside its weights: it travels with a converted checkpoint, and comes back on export.
@@ -80,11 +89,18 @@ def _weights(folder: Path, *, integers: bool) -> tuple[list[Path], SafetensorsSo
     """Safetensors where there are some; pickled weights otherwise. With all files that they lie in, and their index."""
     if not has_safetensors(folder) and (pickled := bin_files(folder)):
         source = BinSource(pickled, integers=integers)
-        if has_entry(folder, BIN_INDEX_FILE):
+        index = _index(folder, BIN_FILE, BIN_INDEX_FILE)
+        if index:
             check_index(folder, BIN_INDEX_FILE, source.file_names())
-        return [*pickled, *_index(folder, BIN_INDEX_FILE)], source
-    return [*weight_files(folder), *_index(folder, INDEX_FILE)], SafetensorsSource(folder, integers=integers)
+        return [*pickled, *index], source
+    index = _index(folder, SINGLE_FILE, INDEX_FILE)
+    return [*weight_files(folder), *index], SafetensorsSource(folder, integers=integers)
 
 
-def _index(folder: Path, name: str) -> list[Path]:
-    return [checked_file(folder, name)] if has_entry(folder, name) else []
+def _index(folder: Path, single_file: str, name: str) -> list[Path]:
+    """The index, where it says which files hold the weights. One that does not is told."""
+    if index_counts(folder, name, single_file):
+        return [checked_file(folder, name)]
+    if has_entry(folder, name):
+        logger.warning("%s: the weights are those of %s, not of the files of %s", folder, single_file, name)
+    return []

@@ -13,7 +13,7 @@ import safetensors
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tensor_source import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2
 from jaxserve.checkpoint.tokenizer_files import error_line
-from jaxserve.checkpoint.trusted_files import check_index, checked_file, has_entry, index_of_files
+from jaxserve.checkpoint.trusted_files import check_index, checked_file, has_entry, index_counts, index_of_files
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,7 +44,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: if a file is missing or leaves the folder, or it cannot be told which ones count.
     """
-    if has_entry(folder, INDEX_FILE):
+    if index_counts(folder, INDEX_FILE, SINGLE_FILE):
         return [checked_file(folder, name) for name in sorted(set(index_of_files(folder, INDEX_FILE).values()))]
     if has_entry(folder, SINGLE_FILE):
         return [checked_file(folder, SINGLE_FILE)]
@@ -87,7 +87,7 @@ class SafetensorsSource:
                 if name in self._places:
                     raise CheckpointError(f"{path}: tensor {name!r} is also in {self._places[name].path.name}")
                 self._places[name] = place
-        if has_entry(folder, INDEX_FILE):
+        if index_counts(folder, INDEX_FILE, SINGLE_FILE):
             check_index(folder, INDEX_FILE, {name: place.path.name for name, place in self._places.items()})
 
     def __enter__(self) -> SafetensorsSource:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tensor_source import BFLOAT16
 from jaxserve.checkpoint.tokenizer_files import error_line
-from jaxserve.checkpoint.trusted_files import checked_file, has_entry, index_of_files
+from jaxserve.checkpoint.trusted_files import checked_file, has_entry, index_counts, index_of_files
 
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
@@ -28,7 +28,7 @@ def bin_files(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: if a file of the index is missing, or leaves the folder.
     """
-    if has_entry(folder, BIN_INDEX_FILE):
+    if index_counts(folder, BIN_INDEX_FILE, BIN_FILE):
         names = sorted(set(index_of_files(folder, BIN_INDEX_FILE).values()))
         return [checked_file(folder, name) for name in names]
     return [checked_file(folder, BIN_FILE)] if has_entry(folder, BIN_FILE) else []

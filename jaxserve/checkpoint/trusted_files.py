@@ -63,6 +63,19 @@ def _allowed_root(folder: Path) -> Path:
     return resolved
 
 
+def index_counts(folder: Path, index_file: str, single_file: str) -> bool:
+    """Whether a folder's weights are the files of its index: a single file beside them counts alone, as in transformers.
+
+    An index may also name that file; then it counts.
+
+    Raises:
+        CheckpointError: if both are there and the index is damaged.
+    """
+    if not has_entry(folder, index_file) or not has_entry(folder, single_file):
+        return has_entry(folder, index_file)
+    return single_file in index_of_files(folder, index_file).values()
+
+
 def index_of_files(folder: Path, index_file: str) -> dict[str, str]:
     """The `weight_map` of an index: the file of each tensor. The names are not yet checked.
 

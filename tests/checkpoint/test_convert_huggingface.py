@@ -135,6 +135,29 @@ def test_shards_give_the_same_as_one_file(folder: Path, tmp_path: Path) -> None:
     assert set(read_manifest(tmp_path / "converted").source_files) == named  # the index among them
 
 
+def test_one_file_counts_beside_the_shards_of_an_index(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers; which of the two is told."""
+    tensors = load_file(folder / "model.safetensors")
+    shard(folder)
+    single = {name: value + np.float32(1) for name, value in tensors.items()}
+    save_file(single, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    assert_same_weights(converted(folder, tmp_path / "converted"), single, config)
+    assert "those of model.safetensors, not of the files of model.safetensors.index.json" in caplog.text
+    assert not any("index" in name or "-of-" in name for name in read_manifest(tmp_path / "converted").source_files)
+
+
+def test_an_index_that_names_the_one_file_counts(folder: Path, tmp_path: Path) -> None:
+    whole = load_file(folder / "model.safetensors")
+    write_index(folder, dict.fromkeys(whole, "model.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    assert_same_weights(converted(folder, tmp_path / "converted"), whole, config)
+    write_index(folder, dict.fromkeys([*whole, "more"], "model.safetensors"))
+    assert_refused(folder, match=r"model\.safetensors lacks tensor 'more'")
+
+
 # --- sizes of heads
 
 

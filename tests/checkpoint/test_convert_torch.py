@@ -176,6 +176,16 @@ class TestWithTorch:
         named = {path.name for path in folder.iterdir()}
         assert set(read_manifest(tmp_path / "converted").source_files) == named  # an index among them
 
+    def test_one_file_counts_beside_those_of_an_index(self, folder: Path, tmp_path: Path, torch: Any) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        torch.save({name: torch.from_numpy(value) for name, value in tensors.items()}, folder / "pytorch_model.bin")
+        torch.save({name: torch.from_numpy(value + 1) for name, value in tensors.items()}, folder / "part.bin")
+        weight_map = dict.fromkeys(tensors, "part.bin")
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        params = converted(folder, tmp_path / "converted")
+        np.testing.assert_array_equal(np.asarray(params.final_norm), tensors["model.norm.weight"])
+
     def test_file_of_the_index_outside_the_folder(self, folder: Path, torch: Any) -> None:
         (folder / "model.safetensors").unlink()
         (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "../other/model.bin"}}')
