@@ -20,7 +20,7 @@ from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.families import LLAMA
 from jaxserve.checkpoint.hf_config import model_config_from_hf
 from jaxserve.checkpoint.safetensors_source import SafetensorsSource, has_safetensors
-from jaxserve.checkpoint.tensor_source import TensorSource
+from jaxserve.checkpoint.tensor_source import TensorSource, joined
 from jaxserve.checkpoint.tokenizer_files import read_json
 from jaxserve.checkpoint.torch_source import BinSource, bin_files
 from jaxserve.checkpoint.trusted_files import checked_file
@@ -169,7 +169,7 @@ class _EagleReader:
         if config.input_norm == "each" and names.input_norms is not None:
             numbers = range(len(config.tap_layers))
             parts = [self.read(names.input_norms.format(number=each), (config.target_hidden_size,)) for each in numbers]
-            return np.concatenate(parts)
+            return joined(parts, axis=0)
         return None
 
     def token_ids(self) -> np.ndarray:
@@ -201,24 +201,24 @@ class _EagleReader:
         width = hidden if self._config.version == 1 else 2 * hidden
         sizes = {"q": config.num_heads * head_dim, "k": heads * head_dim, "v": heads * head_dim}
         qkv = [self._module(name, (size, width)).reshape(heads, -1, head_dim, width) for name, size in sizes.items()]
-        gate_up = np.stack([self._module(name, (ffn, hidden)) for name in ("gate", "up")])
+        gate_up = joined([self._module(name, (ffn, hidden)) for name in ("gate", "up")], axis=0)
         biases: dict[str, np.ndarray] = {}
         if config.attention_bias:
             parts = [self._module(name, (size,), "bias").reshape(heads, -1, head_dim) for name, size in sizes.items()]
-            biases["bqkv"] = np.concatenate(parts, axis=1)
+            biases["bqkv"] = joined(parts, axis=1)
         if config.attention_output_bias:
             biases["bo"] = self._module("o", (hidden,), "bias")
         group = config.group_size
         return LayerParams(
             attention_norm=self.layer_norm(self._names.attention_norm),
-            wqkv=transposed(np.concatenate(qkv, axis=1).reshape(-1, width)).reshape(width, heads, group + 2, head_dim),
+            wqkv=transposed(joined(qkv, axis=1).reshape(-1, width)).reshape(width, heads, group + 2, head_dim),
             bqkv=biases.get("bqkv"),
             q_norm=None,
             k_norm=None,
             wo=transposed(self._module("o", (hidden, sizes["q"]))).reshape(heads, group, head_dim, hidden),
             bo=biases.get("bo"),
             mlp_norm=self.layer_norm(self._names.mlp_norm),
-            w_gate_up=transposed(gate_up.reshape(-1, hidden)).reshape(hidden, 2, ffn),
+            w_gate_up=transposed(gate_up).reshape(hidden, 2, ffn),
             b_gate_up=None,
             w_down=transposed(self._module("down", (hidden, ffn))),
             b_down=None,

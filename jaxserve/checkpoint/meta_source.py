@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.rotary_rows import read_pairs_apart
 from jaxserve.checkpoint.tensor_names import META
-from jaxserve.checkpoint.tensor_source import common_dtype
+from jaxserve.checkpoint.tensor_source import common_dtype, joined
 from jaxserve.checkpoint.torch_source import TorchFile
 from jaxserve.checkpoint.trusted_files import checked_file
 
@@ -96,18 +96,18 @@ class MetaSource:
 
     def _read_rows(self, name: str, rows: range | None) -> np.ndarray:
         """As they lie in the ranks' files; None: a tensor without rows."""
-        axis, dtype = self._axis(name), self.dtype(name)
+        axis = self._axis(name)
         if rows is None or axis is None:
-            return self._ranks[0].read(name, rows).astype(dtype, copy=False)
+            return self._ranks[0].read(name, rows).astype(self.dtype(name), copy=False)
         if axis == 1:
-            return np.concatenate([rank.read(name, rows) for rank in self._ranks], axis=1, dtype=dtype)
+            return joined([rank.read(name, rows) for rank in self._ranks], axis=1)
         size = self._ranks[0].shape(name)[0]
         of_ranks = [
             range(max(rows.start - number * size, 0), min(rows.stop - number * size, size))
             for number in range(len(self._ranks))
         ]
         parts = [rank.read(name, own) for rank, own in zip(self._ranks, of_ranks, strict=True) if own]
-        return np.concatenate(parts, dtype=dtype)
+        return joined(parts, axis=0).astype(self.dtype(name), copy=False)
 
     def _axis(self, name: str) -> int | None:
         """Along which axis the ranks share a tensor; None: each has all of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import ml_dtypes
@@ -57,6 +57,11 @@ def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
         except DTypePromotionError:
             first = np.promote_types(np.float32, first)
     return first
+
+
+def joined(parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
+    """Arrays one after the other along an axis, in their `common_dtype`."""
+    return np.concatenate(parts, axis=axis, dtype=common_dtype(part.dtype for part in parts))
 
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -98,6 +99,22 @@ def test_an_eagle_head_is_read(tmp_path: Path, prefix: str, file: str) -> None:
     head = load_draft_head(write(tmp_path / "head", tensors, file), "eagle", TARGET)
     assert head.config == EAGLE
     assert same(head.params, params)
+
+
+def test_parts_of_unlike_16_bit_dtypes_are_joined_without_loss(tmp_path: Path) -> None:
+    tensors = eagle_tensors(drawn(eagle_specs(EAGLE)), "layers.0.")
+    dtypes = {"k_proj": ml_dtypes.bfloat16, "gate_proj": ml_dtypes.bfloat16}
+    tensors = {
+        name: array.astype(next((dtype for part, dtype in dtypes.items() if part in name), np.float16))
+        for name, array in tensors.items()
+    }
+    exact = {name: array.astype(np.float32) for name, array in tensors.items()}
+    head, wide = (
+        load_draft_head(write(tmp_path / name, held), "eagle", TARGET)
+        for name, held in (("narrow", tensors), ("wide", exact))
+    )
+    for weight in ("wqkv", "w_gate_up"):
+        np.testing.assert_array_equal(getattr(head.params.layer, weight), getattr(wide.params.layer, weight))
 
 
 @pytest.mark.parametrize(
