@@ -90,14 +90,28 @@ class Assembler:
 
     def stored_bytes(self, piece: str, without: Collection[str]) -> int:
         """Of the arrays that `piece` gives, but for some of a layer's weights, such as "wqkv"."""
-        names = self._tensors_of(piece)
+        names, joined = self._tensors_of(piece), {}
         if piece not in (EMBEDDING_PIECE, HEAD_PIECE):
             layer = self._layer_number(piece)
+            joined = self._joined_dtypes(layer)
             modules = [module for weight in without for module in self.names.held_of(WEIGHT_MODULES[weight])]
             names = [name for name in names if name not in {self.names.in_layer(layer, module) for module in modules}]
-        if self.dtype is None:
-            return sum(self._bytes_of(name) for name in names)
-        return sum(math.prod(self.expected[name]) * self.dtype.itemsize for name in names)
+        if self.dtype is not None:
+            return sum(math.prod(self.expected[name]) * self.dtype.itemsize for name in names)
+        dtypes = {name: self.source.dtype(name) for name in names} | {
+            name: joined[name] for name in names if name in joined
+        }
+        return sum(math.prod(self.expected[name]) * dtype.itemsize for name, dtype in dtypes.items())
+
+    def _joined_dtypes(self, layer: int) -> dict[str, np.dtype]:
+        """Of a layer's tensors that are stored as parts of one array: its dtype."""
+        dtypes: dict[str, np.dtype] = {}
+        for modules in WEIGHT_MODULES.values():
+            for part in ("weight", "bias"):
+                rows = self._rows_of(layer, modules, part)
+                if all(row.tensor in self.expected for row in rows):
+                    dtypes |= dict.fromkeys([row.tensor for row in rows], self._common_dtype(rows))
+        return dtypes
 
     def _tensors_of(self, piece: str) -> list[str]:
         if piece == EMBEDDING_PIECE:

@@ -9,7 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxserve.checkpoint import convert as convert_module
 from jaxserve.checkpoint.convert import convert
@@ -18,6 +21,7 @@ from jaxserve.checkpoint.export import export
 from jaxserve.checkpoint.manifest import read_manifest
 from jaxserve.checkpoint.quantize import quantization_step
 from jaxserve.progress import NoProgress
+from tests.checkpoint.files import edit_tensors
 from tests.tiny_model import write_tiny_llama
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -95,6 +99,24 @@ def test_room_is_asked_for_what_will_be_stored(
     monkeypatch.setattr(convert_module, "_ROOM_FOR_THE_REST", 0)
     folder = GOLDENS / source if source else root / "source"
     made = read_manifest(convert(folder, tmp_path / "made", progress=NoProgress(), **options))
+    stored = sum(info.nbytes for info in made.arrays.values())
+    assert stored <= asked[0] <= 1.03 * stored
+
+
+def test_room_is_asked_for_what_parts_of_unlike_dtypes_become(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float16 part and a bfloat16 one are stored in float32."""
+    asked: list[int] = []
+    monkeypatch.setattr(convert_module, "require_space", lambda folder, num_bytes, what: asked.append(num_bytes))
+    monkeypatch.setattr(convert_module, "_ROOM_FOR_THE_REST", 0)
+    source = write_tiny_llama(tmp_path / "source", attention_bias=True)
+    edit_tensors(
+        source,
+        {
+            name: value.astype(np.float16 if "k_proj" in name or "gate" in name else ml_dtypes.bfloat16)
+            for name, value in load_file(source / "model.safetensors").items()
+        },
+    )
+    made = read_manifest(convert(source, tmp_path / "made", progress=NoProgress()))
     stored = sum(info.nbytes for info in made.arrays.values())
     assert stored <= asked[0] <= 1.03 * stored
 
