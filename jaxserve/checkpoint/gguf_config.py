@@ -33,9 +33,15 @@ def model_config_from_gguf(file: GGUFFile, *, eos_token_ids: tuple[int, ...], bo
     rope_theta = _number(file, "rope.freq_base", 10000.0)
     if known.embedding not in names:
         raise CheckpointError(f"{file.path}: tensor {known.embedding!r} is missing: fetch the file again")
+    shape = file.shape(known.embedding)
+    if len(shape) != 2 or not shape[0]:
+        raise CheckpointError(
+            f"{file.path}: tensor {known.embedding!r} has shape {shape}, it must be (tokens, {hidden_size}): fetch the file "
+            "again"
+        )
     try:
         return ModelConfig(
-            vocab_size=file.shape(known.embedding)[0],
+            vocab_size=shape[0],
             hidden_size=hidden_size,
             intermediate_size=_integer(file, "feed_forward_length"),
             num_layers=_integer(file, "block_count"),
@@ -93,7 +99,7 @@ def llama3_frequency_factors(scaling: RopeScaling, theta: float, head_dim: int) 
 def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling | None:
     kind = file.architecture("rope.scaling.type")
     if any(name in file.names() for name in _LONGROPE_FACTORS):
-        return _longrope(file)
+        return _longrope(file, head_dim)
     if kind == "linear" or (kind is None and _linear_key(file) is not None):
         if _ROPE_FREQUENCIES in file.names():
             raise CheckpointError(
@@ -108,12 +114,24 @@ def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling | 
         )
     if _ROPE_FREQUENCIES not in file.names():
         return None
-    factors = file.read(_ROPE_FREQUENCIES).astype(np.float64).reshape(-1)
+    factors = _factors(file, _ROPE_FREQUENCIES, head_dim).astype(np.float64)
     scaling = RopeScaling("llama3", float(factors.max()), _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL)
     expected = llama3_frequency_factors(scaling, theta, head_dim)
-    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-5, atol=0.0):
+    if not np.allclose(factors, expected, rtol=1e-5, atol=0.0):
         raise CheckpointError(f"{file.path}: tensor {_ROPE_FREQUENCIES!r} is supported only with Llama 3's scaling")
     return scaling
+
+
+def _factors(file: GGUFFile, name: str, head_dim: int) -> np.ndarray:
+    """A tensor with a number for each rotary frequency."""
+    if name not in file.names():
+        raise CheckpointError(f"{file.path}: tensor {name!r} is missing: fetch the file again")
+    if math.prod(file.shape(name)) != head_dim // 2:  # told before so many are read
+        raise CheckpointError(
+            f"{file.path}: tensor {name!r} has shape {file.shape(name)}, it must be ({head_dim // 2},), a factor for each "
+            f"rotary frequency of heads of {head_dim}: fetch the file again"
+        )
+    return file.read(name).reshape(-1)
 
 
 def _linear_key(file: GGUFFile) -> str | None:
@@ -138,13 +156,9 @@ def _yarn(file: GGUFFile) -> RopeScaling:
     )
 
 
-def _longrope(file: GGUFFile) -> RopeScaling:
-    short_name, long_name = _LONGROPE_FACTORS
-    for name in _LONGROPE_FACTORS:
-        if name not in file.names():
-            raise CheckpointError(f"{file.path}: tensor {name!r} is missing: fetch the file again")
+def _longrope(file: GGUFFile, head_dim: int) -> RopeScaling:
     short_factors, long_factors = (
-        tuple(map(_shortest_float, file.read(name).reshape(-1))) for name in (short_name, long_name)
+        tuple(map(_shortest_float, _factors(file, name, head_dim))) for name in _LONGROPE_FACTORS
     )
     return RopeScaling(
         "longrope",

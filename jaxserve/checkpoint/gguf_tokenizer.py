@@ -64,7 +64,7 @@ def read_gguf_tokenizer(file: GGUFFile) -> TokenizerFiles | None:
 
 def _gguf_byte_level(file: GGUFFile, pieces: list[str], kinds: list[PieceKind], bos: tuple[str, int] | None) -> str:
     name = file.get("tokenizer.ggml.pre", "default")
-    if name not in BYTE_LEVEL_RULES:
+    if not isinstance(name, str) or name not in BYTE_LEVEL_RULES:
         raise ValueError(f"pre-tokenizer {name!r} is not supported; supported are {', '.join(BYTE_LEVEL_RULES)}")
     rule = BYTE_LEVEL_RULES[name]
     merges = []

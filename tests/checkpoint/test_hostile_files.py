@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 
@@ -222,6 +223,7 @@ def test_gguf_with_a_damaged_header(gguf_file: Path) -> None:
         ("tokenizer.ggml.tokens", "abc"),
         ("tokenizer.ggml.token_type", "x"),
         ("tokenizer.ggml.merges", [1]),
+        ("tokenizer.ggml.pre", [2, 2]),
         ("tokenizer.ggml.add_bos_token", 5),
         ("tokenizer.chat_template", 5),
     ],
@@ -230,7 +232,17 @@ def test_gguf_values_of_another_kind(tmp_path: Path, key: str, value: Any) -> No
     weights = random_weights({**TINY_CONFIG, "num_hidden_layers": 1}, seed=0)
     (tmp_path / "source").mkdir()
     path = write_gguf(tmp_path / "source" / "m.gguf", weights, num_hidden_layers=1, metadata={key: value})
-    assert_refused(path)
+    assert_refused(path, str(path))
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "output.weight", "rope_freqs.weight", "blk.0.attn_q.weight"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (0, 0), (64, 64, 1)], ids=str)
+def test_gguf_tensors_of_another_shape(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    weights = random_weights({**TINY_CONFIG, "num_hidden_layers": 1}, seed=0)
+    weights.pop({"token_embd.weight": "model.embed_tokens.weight", "blk.0.attn_q.weight": Q0}.get(name, ""), None)
+    weights[name] = np.zeros(shape, np.float32)
+    (tmp_path / "source").mkdir()
+    assert_refused(write_gguf(tmp_path / "source" / "m.gguf", weights, num_hidden_layers=1), repr(name))
 
 
 @pytest.mark.parametrize(
