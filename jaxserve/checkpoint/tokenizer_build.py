@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -186,7 +187,13 @@ def _add_beyond(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> None:
 
 
 def _put_first(tokenizer: Tokenizer, bos: tuple[str, int] | None) -> None:
-    if bos is not None:
-        tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportCallIssue]
-            single=f"{bos[0]}:0 $A:0", pair=f"{bos[0]}:0 $A:0 {bos[0]}:1 $B:1", special_tokens=[bos]
-        )
+    if bos is None:
+        return
+    token, token_id = bos
+    # As it is spelt, as other programs expect it, unless the template's syntax would read that as something else.
+    name = token if re.fullmatch(r"[^$:\s]+", token) else "BOS"
+    tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportCallIssue]
+        single=f"{name}:0 $A:0",
+        pair=f"{name}:0 $A:0 {name}:1 $B:1",
+        special_tokens=[{"id": name, "ids": [token_id], "tokens": [token]}],
+    )

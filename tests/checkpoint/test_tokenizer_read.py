@@ -15,7 +15,12 @@ from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.gguf_source import GGUFFile
 from jaxserve.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.checkpoint.manifest import TOKENIZER_FOLDER, read_manifest
-from jaxserve.checkpoint.tokenizer_build import BYTE_LEVEL_RULES, byte_level_tokenizer
+from jaxserve.checkpoint.tokenizer_build import (
+    BYTE_LEVEL_RULES,
+    PieceKind,
+    byte_level_tokenizer,
+    sentencepiece_tokenizer,
+)
 from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, TokenizerSettings
 from jaxserve.checkpoint.tokenizer_read import read_hf_tokenizer, read_model_file
 from jaxserve.progress import NoProgress
@@ -269,6 +274,21 @@ def test_gguf_adds_bos_where_it_says_so(tmp_path: Path) -> None:
     tokenizer = Tokenizer(files)
     assert tokenizer.encode("a")[0] == 257
     assert 257 not in tokenizer.encode("a", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("bos", ["<s>", "$A", "$B", "$", "$1", "$A:0", "x:1", ":", "<begin of text>", " ", "BOS"])
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_bos_is_put_first_however_it_is_spelt(kind: str, bos: str) -> None:
+    pieces = ["q", bos, "r"]
+    kinds: list[PieceKind] = ["normal", "control", "normal"]
+    if kind == "byte level":
+        text = byte_level_tokenizer(pieces, kinds, [], BYTE_LEVEL_RULES["llama3"], (bos, 1))
+    else:
+        text = sentencepiece_tokenizer(pieces, kinds, [0.0] * 3, prefix_space="never", bos=(bos, 1))
+    tokenizer = Tokenizer(TokenizerFiles(text, TokenizerSettings()))
+    assert tokenizer.encode("qr") == [1, 0, 2]
+    assert tokenizer.encode("") == [1]
+    assert tokenizer.encode("qr", add_special_tokens=False) == [0, 2]
 
 
 # --- chat templates
