@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import shutil
@@ -13,6 +14,8 @@ from pathlib import Path
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import error_line
 from jaxserve.checkpoint.trusted_files import require_utf8
+
+logger = logging.getLogger(__name__)
 
 _SUFFIX = ".partial"
 
@@ -40,7 +43,7 @@ def made_aside(destination: Path) -> Iterator[Path]:
                 raise FileExistsError(errno.EEXIST, "is there already", str(destination)) from error
             raise CheckpointError(disk_message(error, destination)) from error
     finally:
-        remove(aside)
+        remove_after_failure(aside)
 
 
 def require_free_name(destination: Path, source: Path) -> None:
@@ -68,6 +71,14 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def remove_after_failure(path: Path) -> None:
+    """As `remove`, where something has gone wrong that matters more than what is left: that is told, and nothing raised."""
+    try:
+        remove(path)
+    except OSError as error:
+        logger.warning("%s is left, and may be removed (%s)", path, error_line(error))
 
 
 def require_space(folder: Path, num_bytes: int, what: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxserve.checkpoint.assemble import transposed
-from jaxserve.checkpoint.atomic import made_aside, require_free_name, require_space
+from jaxserve.checkpoint.atomic import require_free_name, require_space
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.families import Family, family_of_architecture
 from jaxserve.checkpoint.hf_config_write import hf_config_from_model
@@ -34,6 +34,7 @@ from jaxserve.checkpoint.safetensors_source import INDEX_FILE, SINGLE_FILE
 from jaxserve.checkpoint.tensor_names import TensorNames
 from jaxserve.checkpoint.tokenizer_files import TOKENIZER_FILE, read_json, read_tokenizer
 from jaxserve.checkpoint.trusted_files import checked_file
+from jaxserve.checkpoint.unfinished import partial_folder
 from jaxserve.config import ModelConfig
 from jaxserve.progress import Progress
 
@@ -53,7 +54,8 @@ def export(source: str | Path, destination: str | Path, *, progress: Progress) -
         The destination.
 
     Raises:
-        CheckpointError: if the source is not usable or was quantized, the destination exists, or the disk is full.
+        CheckpointError: if the source is not usable or was quantized, the destination exists or is being made by another
+            process, or the disk is full.
     """
     source, destination = Path(source), Path(destination)
     require_free_name(destination, source)
@@ -75,13 +77,9 @@ def export(source: str | Path, destination: str | Path, *, progress: Progress) -
     family = family_of_architecture(manifest.architecture, str(source))
     _original_files(source, manifest)  # what is wrong with them is told before anything is written
     require_space(destination, int(1.02 * sum(info.nbytes for info in manifest.arrays.values())), str(destination))
-    try:
-        with made_aside(destination) as aside:
-            aside.mkdir()
-            _write_weights(source, manifest, family, aside, progress)
-            _write_settings(source, manifest, family, aside)
-    except FileExistsError as error:
-        raise CheckpointError(f"{destination} exists: remove it or choose another folder") from error
+    with partial_folder(destination, "export") as folder:
+        _write_weights(source, manifest, family, folder, progress)
+        _write_settings(source, manifest, family, folder)
     return destination
 
 

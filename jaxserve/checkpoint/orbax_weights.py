@@ -42,7 +42,8 @@ Specs = Mapping[str, ParamSpec]  # of a piece's arrays, by name
 def save_piece(arrays: Mapping[str, np.ndarray], specs: Specs, num_heads: int, folder: Path) -> None:
     """Write the arrays of a piece into a folder that is not there yet.
 
-    Uncompressed: weights hardly compress, and unpacking would take longer than reading.
+    Uncompressed: weights hardly compress, and unpacking would take longer than reading. When it ends, by an interrupt too,
+    nothing writes into the folder any more.
 
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written.
@@ -55,11 +56,11 @@ def save_piece(arrays: Mapping[str, np.ndarray], specs: Specs, num_heads: int, f
     layouts = {name: stored_layout(spec.shape, spec.logical_axes, num_heads) for name, spec in specs.items()}
     tree = _nested({name: array.reshape(layouts[name].shape) for name, array in arrays.items()})
     save_args = _nested({name: _save_args(layout) for name, layout in layouts.items()})
-    numpy_handler = _NumpyHandler()
-    handler = _handler(numpy_handler, use_compression=False)
     try:
-        with _orbax_silent(), numpy_handler.all_written(), ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
+        # Orbax has threads of its own, and an interrupt of the one that waits for them leaves them at work: here that is a
+        # thread that no interrupt reaches, and whose end is waited for.
+        with _orbax_silent(), ThreadPoolExecutor(1) as thread:
+            thread.submit(_save, tree, save_args, folder).result()
     except OSError as error:
         raise CheckpointError(disk_message(error, folder)) from error
     except ValueError as error:  # how TensorStore reports what the file system said
@@ -68,6 +69,13 @@ def save_piece(arrays: Mapping[str, np.ndarray], specs: Specs, num_heads: int, f
             raise CheckpointError(f"cannot write {folder}: {error_line(error)[:300]}") from error
         told = OSError(int(number[1]), os.strerror(int(number[1])))
         raise CheckpointError(disk_message(told, folder)) from error
+
+
+def _save(tree: Mapping[str, Any], save_args: Mapping[str, Any], folder: Path) -> None:
+    numpy_handler = _NumpyHandler()
+    handler = _handler(numpy_handler, use_compression=False)
+    with numpy_handler.all_written(), ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
 
 
 def _save_args(layout: StoredLayout) -> ocp.SaveArgs:

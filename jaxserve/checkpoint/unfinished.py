@@ -1,4 +1,4 @@
-"""A conversion on its way: a folder beside the destination that a later run can go on with after a kill."""
+"""What is on its way: a folder beside the destination, which a later conversion can go on with after a kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import filelock
 
-from jaxserve.checkpoint.atomic import disk_message, flush, flush_folder, remove
+from jaxserve.checkpoint.atomic import disk_message, flush, flush_folder, remove, remove_after_failure
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import WEIGHTS_FOLDER, ArrayInfo, file_sizes
 from jaxserve.checkpoint.tokenizer_files import error_line, read_json
@@ -111,6 +111,33 @@ def unfinished_folder(destination: Path, origin: Mapping[str, Any], *, resume: b
         CheckpointError: if another process is at it, the destination exists, or the file system refuses.
     """
     path = unfinished_path(destination)
+    with _partial_folder(path, destination, keep=resume):
+        if not resume and _clear(path):
+            logger.warning("%s: starting over what an earlier run left unfinished (--resume goes on with it)", path)
+        yield UnfinishedFolder(path, origin)
+
+
+@contextlib.contextmanager
+def partial_folder(destination: Path, maker: str) -> Iterator[Path]:
+    """An empty folder beside the destination, whose name it gets when the body ends; if that fails, it is removed.
+
+    A kill leaves it, and the next process that makes the same destination clears it.
+
+    Args:
+        maker: what writes there, such as "export"; another one has a folder of its own.
+
+    Raises:
+        CheckpointError: if another process is at it, the destination exists, or the file system refuses.
+    """
+    path = _partial_path(destination, maker)
+    with _partial_folder(path, destination, keep=False):
+        _clear(path)
+        yield path
+
+
+@contextlib.contextmanager
+def _partial_folder(path: Path, destination: Path, *, keep: bool) -> Iterator[None]:
+    """Holds the right to write there. What lies there is the caller's business, until the folder is renamed or removed."""
     _refuse_link(path)
     lock = filelock.FileLock(path / _LOCK_FILE, timeout=0)
     try:
@@ -121,13 +148,11 @@ def unfinished_folder(destination: Path, origin: Mapping[str, Any], *, resume: b
     except OSError as error:
         raise CheckpointError(disk_message(error, destination)) from error
     try:
-        if not resume:
-            _clear(path)
-        yield UnfinishedFolder(path, origin)
+        yield
         _finish(path, destination)
     except BaseException as error:
-        if not resume:
-            remove(path)
+        if not keep:
+            remove_after_failure(path)
         if isinstance(error, OSError):
             raise CheckpointError(disk_message(error, destination)) from error
         raise
@@ -136,7 +161,11 @@ def unfinished_folder(destination: Path, origin: Mapping[str, Any], *, resume: b
 
 
 def unfinished_path(destination: Path) -> Path:
-    return destination.parent / f".{destination.name}.convert.partial"
+    return _partial_path(destination, "convert")
+
+
+def _partial_path(destination: Path, maker: str) -> Path:
+    return destination.parent / f".{destination.name}.{maker}.partial"
 
 
 def _refuse_link(path: Path) -> None:
@@ -145,12 +174,12 @@ def _refuse_link(path: Path) -> None:
         raise CheckpointError(f"{path} is a link, and conversion removes what is in that folder: remove the link")
 
 
-def _clear(path: Path) -> None:
+def _clear(path: Path) -> bool:
+    """Whether there was anything to remove."""
     left = [entry for entry in path.iterdir() if entry.name != _LOCK_FILE]
-    if left:
-        logger.warning("%s: starting over what an earlier run left unfinished (--resume goes on with it)", path)
     for entry in left:
         remove(entry)
+    return bool(left)
 
 
 def _finish(path: Path, destination: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.type_handlers import NumpyHandler
 
@@ -38,6 +42,33 @@ def test_an_orbax_that_always_copies_will_do(tmp_path: Path, monkeypatch: pytest
     source = write_tiny_llama(tmp_path / "source", num_hidden_layers=1)
     folder = convert(source, tmp_path / "converted", progress=NoProgress())
     load_checkpoint(folder, "float32", NoProgress())
+
+
+def test_an_interrupt_waits_for_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays are written by threads, and a folder cannot be removed while they make files in it."""
+    begin, open_store = NumpyHandler.serialize, tensorstore.open
+    left: list[str] = []
+
+    async def begin_and_interrupt(self: NumpyHandler, *arguments: Any) -> Any:
+        begun = await begin(self, *arguments)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.1)
+        return begun
+
+    async def open_late(*arguments: Any, **options: Any) -> Any:
+        left.append("a write")
+        await asyncio.sleep(0.5)
+        store = await open_store(*arguments, **options)
+        left.remove("a write")
+        return store
+
+    source = write_tiny_llama(tmp_path / "source", num_hidden_layers=1)
+    monkeypatch.setattr(NumpyHandler, "serialize", begin_and_interrupt)
+    monkeypatch.setattr(tensorstore, "open", open_late)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "converted", progress=NoProgress())
+    assert not left
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_dtype_that_is_asked_for_spares_the_norms(folder: Path) -> None:
