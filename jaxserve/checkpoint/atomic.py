@@ -53,10 +53,28 @@ def require_free_name(destination: Path, source: Path) -> None:
     """
     require_utf8(source)
     require_utf8(destination)
+    _require_short_name(destination)
     if destination.exists() or destination.is_symlink():
         raise CheckpointError(f"{destination} exists: remove it or choose another folder")
     if source.resolve() in destination.resolve().parents:
         raise CheckpointError(f"{destination} lies inside {source}, which is only read: choose another folder")
+
+
+def partial_path(destination: Path, maker: str) -> Path:
+    """Where `maker` ("convert", "export") writes what gets the destination's name in the end."""
+    return destination.parent / f".{destination.name}.{maker}{_SUFFIX}"
+
+
+def _require_short_name(destination: Path) -> None:
+    """Raises CheckpointError if the file system takes no such names; the folder need not be there yet."""
+    path = partial_path(destination.absolute(), "convert")  # longer than the destination's
+    existing = next(parent for parent in path.parents if os.path.exists(parent))
+    for tried in (path, *(existing / name for name in path.relative_to(existing).parts)):
+        try:
+            os.lstat(tried)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise CheckpointError(f"too long a name, choose a shorter one: {destination}") from error
 
 
 def remove_leftovers(destination: Path) -> None:

@@ -19,8 +19,9 @@ import numpy as np
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import error_line
 
+_MOST_NAMES = 1 << 16  # of tensors, and of metadata; no model has nearly as many
 # Of all arrays together; the largest vocabularies have some hundred thousand tokens and merges.
-_MOST_ELEMENTS = 1 << 24
+_MOST_ELEMENTS = 1 << 22
 _MOST_BYTES = 1 << 28  # of the header; the largest vocabularies take some 30 MB
 _MOST_AXES = 4  # that the format knows
 _VERSIONS = (2, 3)  # the first had other numbers
@@ -70,35 +71,40 @@ class GGUFHeader:
 def read_header(path: Path) -> GGUFHeader:
     """
     Raises:
-        CheckpointError: if the file is no GGUF, or a length or a type in its header cannot be.
+        CheckpointError: if the file is no GGUF, or of a kind that is not supported, or a length or a type in its header
+            cannot be.
     """
     try:
         with path.open("rb") as file:
-            return _Reader(file, path.stat().st_size).header()
+            return _Reader(file, path.stat().st_size, path).header()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error_line(error)}") from error
     except (struct.error, ValueError) as error:  # ended too soon, or no text
-        raise CheckpointError(f"{path} is no GGUF file or is damaged: fetch the file again") from error
+        raise CheckpointError(f"{path} is damaged ({error_line(error)}): fetch the file again") from error
 
 
 class _Reader:
-    """Its methods raise ValueError for what cannot be, and struct.error where the file has become shorter."""
+    """Its methods raise ValueError for what cannot be, and struct.error where the file has become shorter.
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file = file
+    What a sound file may have and is not supported is a CheckpointError.
+    """
+
+    def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
+        self._file, self._path = file, path
         self._bytes_left = min(size, _MOST_BYTES)
         self._elements_left = _MOST_ELEMENTS
 
     def header(self) -> GGUFHeader:
-        if self._bytes(4) != b"GGUF" or self._number("I") not in _VERSIONS:
-            raise ValueError("no GGUF file of a known version")
+        self._check_kind()
         num_tensors, num_entries = self._number("Q"), self._number("Q")
+        if max(num_tensors, num_entries) > _MOST_NAMES:
+            raise ValueError(f"{num_tensors} tensors and {num_entries} metadata entries, at most {_MOST_NAMES} of each")
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
             key = self._text().decode()
             if key in metadata:
                 raise ValueError(f"{key} is there twice")
-            metadata[key] = self._value(self._number("I"))
+            metadata[key] = self._value(key, self._number("I"))
         tensors: dict[str, GGUFTensor] = {}
         for _ in range(num_tensors):
             name = self._text().decode()
@@ -112,6 +118,21 @@ class _Reader:
         placed = {name: GGUFTensor(one.shape, one.kind, start + one.start) for name, one in tensors.items()}
         return GGUFHeader(metadata, placed, alignment, start)
 
+    def _check_kind(self) -> None:
+        if self._bytes(4) != b"GGUF":
+            raise CheckpointError(f"{self._path} is no GGUF file: give one, or the folder of a model in another format")
+        version = self._number("I")
+        if version in (number << 24 for number in _VERSIONS):
+            raise CheckpointError(
+                f"{self._path} has its bytes in the other order (big-endian), which is not supported: fetch the "
+                "little-endian file, or make it with `gguf-convert-endian`"
+            )
+        if version not in _VERSIONS:
+            known = " and ".join(map(str, _VERSIONS))
+            raise CheckpointError(
+                f"{self._path}: version {version} of GGUF is not supported, only {known}: fetch a file of those"
+            )
+
     def _tensor(self) -> GGUFTensor:
         """Its start counts from that of all tensors."""
         num_axes = self._number("I")
@@ -123,21 +144,26 @@ class _Reader:
             raise ValueError(f"shape {shape} has no whole blocks of {kind.name}")
         return GGUFTensor(shape, kind, self._number("Q"))
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
             return self._text()
         if kind == _ARRAY:
-            return self._array()
+            return self._array(key)
         return self._number(_scalar(kind))
 
-    def _array(self) -> list[bytes] | np.ndarray:
+    def _array(self, key: str) -> list[bytes] | np.ndarray:
         kind, count = self._number("I"), self._number("Q")
+        if kind == _ARRAY:
+            raise CheckpointError(
+                f"{self._path}: metadata {key!r} is a list of lists, which is not supported: make a file without it, with "
+                f"`gguf-new-metadata --remove-metadata {key}`"
+            )
         self._elements_left -= count
         if self._elements_left < 0:
             raise ValueError(f"{count} elements")
         if kind == _STRING:
             return [self._text() for _ in range(count)]
-        dtype = np.dtype("<" + _scalar(kind))  # raises for arrays of arrays, which no model uses
+        dtype = np.dtype("<" + _scalar(kind))
         return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
 
     def _text(self) -> bytes:

@@ -98,7 +98,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Raises CheckpointError if the folder has no manifest, or one of a checkpoint that this version cannot read."""
     path = folder / MANIFEST_FILE
-    data: dict[str, Any] = read_json(path)
+    data: dict[str, Any] = read_json(path, "convert the model again")
     version = data.get("format_version")
     if version not in (_OLDER_VERSION, FORMAT_VERSION):
         raise CheckpointError(

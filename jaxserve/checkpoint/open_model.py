@@ -30,6 +30,8 @@ DTYPES: dict[str, np.dtype | None] = {
     "float16": np.dtype(np.float16),
 }
 
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+
 
 @contextlib.contextmanager
 def open_model(path: Path, dtype: str = "auto") -> Iterator[OpenModel]:
@@ -54,7 +56,7 @@ def open_model(path: Path, dtype: str = "auto") -> Iterator[OpenModel]:
             "back of it; `jaxserve serve --quantization` quantizes it as it is loaded"
         )
     if path.is_file():
-        _refuse_json(path)
+        _refuse_file_of_a_folder(path)
         from jaxserve.checkpoint.gguf_model import open_gguf  # here: its library is only for such files
 
         opened = open_gguf(path, DTYPES[dtype])
@@ -83,13 +85,17 @@ def architecture_error(model: str) -> CheckpointError:
     )
 
 
-def _refuse_json(path: Path) -> None:
-    """Raises CheckpointError for a file that is called JSON, unless it is a GGUF file all the same."""
-    if path.suffix != ".json":
+def _refuse_file_of_a_folder(path: Path) -> None:
+    """Raises CheckpointError for what is called as JSON or a folder's weights are, unless it is a GGUF file all the same."""
+    if path.suffix not in (".json", *_WEIGHT_SUFFIXES):
         return
     with path.open("rb") as file:
         if file.read(4) == b"GGUF":
             return
+    if path.suffix in _WEIGHT_SUFFIXES:
+        raise CheckpointError(
+            f"{path} is one file of a model: give the folder that it lies in, {path.absolute().parent}"
+        )
     try:
         preset_config(str(path))
     except ValueError as error:

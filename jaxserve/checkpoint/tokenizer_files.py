@@ -62,7 +62,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     """
     path = folder / SETTINGS_FILE
     try:
-        settings = from_json(TokenizerSettings, read_json(path))
+        settings = from_json(TokenizerSettings, read_json(path, "convert the model again"))
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error}): convert the model again") from error
     return TokenizerFiles(read_text(folder / TOKENIZER_FILE), settings)
@@ -88,17 +88,21 @@ def read_bytes(path: Path) -> bytes:
         raise CheckpointError(f"cannot read {path}: {error_line(error)}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object; any fault is a `CheckpointError` that names the file."""
+def read_json(path: Path, remedy: str = "fetch the file again") -> dict[str, Any]:
+    """A file that holds one JSON object; any fault is a `CheckpointError` that names the file.
+
+    Args:
+        remedy: for what is no JSON object.
+    """
     try:
         value = json.loads(read_text(path))
         json.dumps(
             value, ensure_ascii=False
         ).encode()  # raises for halves of characters, which no file can be written with
     except (ValueError, RecursionError) as error:  # numbers of too many digits are a ValueError too
-        raise CheckpointError(f"{path} is not valid JSON ({error_line(error)}): fetch the file again") from error
+        raise CheckpointError(f"{path} is not valid JSON ({error_line(error)}): {remedy}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}: fetch the file again")
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}: {remedy}")
     return value
 
 

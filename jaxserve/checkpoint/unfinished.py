@@ -13,7 +13,7 @@ from typing import Any
 
 import filelock
 
-from jaxserve.checkpoint.atomic import disk_message, flush, flush_folder, remove, remove_after_failure
+from jaxserve.checkpoint.atomic import disk_message, flush, flush_folder, partial_path, remove, remove_after_failure
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import WEIGHTS_FOLDER, ArrayInfo, file_sizes
 from jaxserve.checkpoint.tokenizer_files import error_line, read_json
@@ -48,7 +48,7 @@ class UnfinishedFolder:
         self._files: dict[str, dict[str, int]] = {}  # sizes of each finished piece's
         self._origin = dict(origin)
         if (path / _STATE_FILE).exists():
-            self._take_over(read_json(path / _STATE_FILE))
+            self._take_over(read_json(path / _STATE_FILE, "convert without --resume"))
         _refuse_link(self.weights)
         self.weights.mkdir(exist_ok=True)
         for entry in list(self.weights.iterdir()):
@@ -129,7 +129,7 @@ def partial_folder(destination: Path, maker: str) -> Iterator[Path]:
     Raises:
         CheckpointError: if another process is at it, the destination exists, or the file system refuses.
     """
-    path = _partial_path(destination, maker)
+    path = partial_path(destination, maker)
     with _partial_folder(path, destination, keep=False):
         _clear(path)
         yield path
@@ -161,11 +161,7 @@ def _partial_folder(path: Path, destination: Path, *, keep: bool) -> Iterator[No
 
 
 def unfinished_path(destination: Path) -> Path:
-    return _partial_path(destination, "convert")
-
-
-def _partial_path(destination: Path, maker: str) -> Path:
-    return destination.parent / f".{destination.name}.{maker}.partial"
+    return partial_path(destination, "convert")
 
 
 def _refuse_link(path: Path) -> None:

@@ -226,8 +226,34 @@ def test_short_file(tmp_path: Path, keep: int) -> None:
 
 def test_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04" + b"x" * 1000)
-    with pytest.raises(CheckpointError, match="no GGUF file"):
+    with pytest.raises(CheckpointError, match=r"no GGUF file: give one, or the folder"):
         convert(tmp_path / "model.gguf", tmp_path / "converted", progress=NoProgress())
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin", "pth"])
+def test_one_file_of_a_folder(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"model.{suffix}"
+    path.write_bytes(b"PK\x03\x04" + b"x" * 1000)
+    with pytest.raises(CheckpointError, match=rf"is one file of a model: give the folder that it lies in, {tmp_path}$"):
+        convert(path, tmp_path / "converted", progress=NoProgress())
+    convert(write_gguf(path, weights()), tmp_path / "converted", progress=NoProgress())  # whatever it is called
+
+
+def test_sound_files_that_are_not_supported(tmp_path: Path) -> None:
+    big_endian = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    big_endian.write_header_to_file()
+    big_endian.write_kv_data_to_file()
+    big_endian.close()
+    path = write_gguf(tmp_path / "nested.gguf", weights(), metadata={"our.lists": [[1, 2], [3]]})
+    old = write_gguf(tmp_path / "old.gguf", weights())
+    old.write_bytes(header_with(old.read_bytes(), "version", 1))
+    for file, told in (
+        (tmp_path / "big.gguf", r"big-endian.*gguf-convert-endian"),
+        (path, r"'our\.lists' is a list of lists.*gguf-new-metadata --remove-metadata our\.lists"),
+        (old, r"version 1 of GGUF is not supported, only 2 and 3"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            convert(file, tmp_path / "converted", progress=NoProgress())
 
 
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
@@ -275,6 +301,8 @@ def header_with(content: bytes, name: str, number: int) -> bytes:
         place, size = content.index(key) + len(key) + 8, 8
     elif name == "layers":
         place, size = content.index(b"llama.block_count") + len("llama.block_count") + 4, 4
+    elif name == "version":
+        place, size = 4, 4
     elif name == "axes":
         place, size = content.index(b"token_embd.weight") + len("token_embd.weight"), 4
     else:
@@ -285,7 +313,8 @@ def header_with(content: bytes, name: str, number: int) -> bytes:
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        ("tensors", 2**60), ("entries", 2**60), ("entries", 2**31), ("bytes of a name", 2**60), ("bytes of a text", 2**39),
+        ("tensors", 2**60), ("tensors", 2**16 + 1), ("entries", 2**60), ("entries", 2**31),
+        ("bytes of a name", 2**60), ("bytes of a text", 2**39),
         ("bytes of a text", 2**63), ("tokens", 2**60), ("token types", 2**60), ("token types", 2**33),
         ("layers", 2**31 - 1), ("axes", 2**31), ("rows", 2**60), ("offset", 2**62),
     ],

@@ -115,3 +115,10 @@ def test_nothing_is_made_inside_the_source(source: Path, tmp_path: Path, inside:
     with pytest.raises(CheckpointError, match=r"lies inside .*converted, which is only read"):
         export(folder, folder / "exported", progress=NoProgress())
     assert sorted(source.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 250, f"{'x' * 300}/converted", "x/" * 3000 + "x"], ids=len)
+def test_a_name_that_is_too_long_is_told_before_anything_is_read(source: Path, tmp_path: Path, name: str) -> None:
+    (source / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="too long a name, choose a shorter one"):
+        convert(source, tmp_path / name, progress=NoProgress())
