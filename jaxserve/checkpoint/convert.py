@@ -26,7 +26,7 @@ from jaxserve.checkpoint.manifest import (
 )
 from jaxserve.checkpoint.open_model import open_model
 from jaxserve.checkpoint.opened_model import OpenModel
-from jaxserve.checkpoint.orbax_weights import save_piece
+from jaxserve.checkpoint.orbax_weights import holds_piece, save_piece
 from jaxserve.checkpoint.pieces import by_piece, layer_of_piece, path_names, piece_names
 from jaxserve.checkpoint.tokenizer_files import write_tokenizer
 from jaxserve.checkpoint.unfinished import UnfinishedFolder, unfinished_folder
@@ -148,6 +148,10 @@ def _write_weights(
         check: raises if the source has changed: no piece that was read of other bytes counts as finished.
     """
     specs, pieces = by_piece(param_specs(config)), piece_names(config)
+    for piece, arrays in list(folder.finished.items()):
+        if piece not in specs or not holds_piece(folder.weights / piece, arrays, specs[piece], config.num_heads):
+            logger.warning("%s: %s is not what this conversion writes, and is written again", folder.path, piece)
+            folder.forget(piece)
     left = [piece for piece in pieces if piece not in folder.finished]
     if len(left) < len(pieces):
         logger.info("%s: %d of %d pieces are there already", folder.path, len(pieces) - len(left), len(pieces))

@@ -25,7 +25,15 @@ import tensorstore
 
 from jaxserve.checkpoint.atomic import disk_message
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.pieces import StoredLayout, by_piece, from_pieces, layer_of_piece, stored_layout
+from jaxserve.checkpoint.manifest import ArrayInfo
+from jaxserve.checkpoint.pieces import (
+    StoredLayout,
+    by_piece,
+    from_pieces,
+    has_arrays,
+    layer_of_piece,
+    stored_layout,
+)
 from jaxserve.checkpoint.read_ahead import reading_ahead
 from jaxserve.checkpoint.tokenizer_files import error_line
 from jaxserve.config import ModelConfig
@@ -69,6 +77,19 @@ def save_piece(arrays: Mapping[str, np.ndarray], specs: Specs, num_heads: int, f
             raise CheckpointError(f"cannot write {folder}: {error_line(error)[:300]}") from error
         told = OSError(int(number[1]), os.strerror(int(number[1])))
         raise CheckpointError(disk_message(told, folder)) from error
+
+
+def holds_piece(folder: Path, arrays: Mapping[str, ArrayInfo], specs: Specs, num_heads: int) -> bool:
+    """Whether a folder said to hold `arrays` has those of `specs`, by its own list of them. Their numbers are not read."""
+    layouts = {name: stored_layout(spec.shape, spec.logical_axes, num_heads) for name, spec in specs.items()}
+    try:
+        with _orbax_silent(), _damage_reported(folder), ocp.Checkpointer(_handler(_NumpyHandler())) as checkpointer:
+            stored = dict(_flat(_metadata_tree(checkpointer, folder)))
+    except CheckpointError:
+        return False
+    told = {name: (layouts[name].shape, info.dtype) for name, info in arrays.items() if name in layouts}
+    found = {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in stored.items()}
+    return has_arrays(specs, arrays) and found == told
 
 
 def _save(tree: Mapping[str, Any], save_args: Mapping[str, Any], folder: Path) -> None:

@@ -12,6 +12,7 @@ import jax
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.manifest import ArrayInfo
 from jaxserve.config import ModelConfig
+from jaxserve.models.param_spec import ParamSpec
 from jaxserve.models.params import LlamaParams, param_specs
 from jaxserve.sharding.rules import LOGICAL_TO_MESH
 
@@ -69,12 +70,24 @@ def check_arrays(config: ModelConfig, arrays: Mapping[str, ArrayInfo], where: st
                 f"{where}: array {name!r} has shape {shape}, its config says {wanted}: convert the model again"
             )
     for name, spec in specs.items():
-        # Numbers of one kind would be read as those of another. What is not quantized may be any float: as it came.
-        if arrays[name].dtype not in (_FLOATS if spec.dtype is None else (spec.dtype,)):
+        # Numbers of one kind would be read as those of another.
+        if arrays[name].dtype not in _dtypes(spec):
             wanted = "a float" if spec.dtype is None else spec.dtype
             raise CheckpointError(
                 f"{where}: array {name!r} has dtype {arrays[name].dtype}, its config says {wanted}: convert the model again"
             )
+
+
+def has_arrays(specs: Mapping[str, ParamSpec], arrays: Mapping[str, ArrayInfo]) -> bool:
+    """Whether the arrays of one piece are those of its specs, as `check_arrays` asks for all of them."""
+    return specs.keys() == arrays.keys() and all(
+        arrays[name].shape == spec.shape and arrays[name].dtype in _dtypes(spec) for name, spec in specs.items()
+    )
+
+
+def _dtypes(spec: ParamSpec) -> tuple[str, ...]:
+    """What an array may be stored in: what is not quantized, any float, as it came."""
+    return _FLOATS if spec.dtype is None else (str(spec.dtype),)
 
 
 def path_names(path: tuple[Any, ...]) -> list[str]:

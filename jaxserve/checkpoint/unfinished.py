@@ -47,10 +47,10 @@ class UnfinishedFolder:
         self.finished: dict[str, dict[str, ArrayInfo]] = {}
         self._files: dict[str, dict[str, int]] = {}  # sizes of each finished piece's
         self._origin = dict(origin)
-        if (path / _STATE_FILE).exists():
-            self._take_over(read_json(path / _STATE_FILE, "convert without --resume"))
         _refuse_link(self.weights)
         self.weights.mkdir(exist_ok=True)
+        if (path / _STATE_FILE).exists():
+            self._take_over(read_json(path / _STATE_FILE, "convert without --resume"))
         for entry in list(self.weights.iterdir()):
             if entry.name not in self.finished:
                 remove(entry)
@@ -63,10 +63,11 @@ class UnfinishedFolder:
                 f"{self.path} is an unfinished conversion of another model or with other options: remove it, or convert "
                 "without --resume"
             )
+        folders = {entry.name for entry in self.weights.iterdir() if entry.is_dir() and not entry.is_symlink()}
         try:
             for piece, arrays in earlier["finished"].items():
                 files = earlier["files"][piece]
-                if file_sizes(self.weights / piece) == files:
+                if piece in folders and file_sizes(self.weights / piece) == files:
                     self.finished[piece] = {name: from_json(ArrayInfo, info) for name, info in arrays.items()}
                     self._files[piece] = files
         except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -79,6 +80,12 @@ class UnfinishedFolder:
         flush(self.weights / piece)
         self.finished[piece], self._files[piece] = arrays, file_sizes(self.weights / piece)
         self._write_state()
+
+    def forget(self, piece: str) -> None:
+        """Remove a finished piece, so that it is written again."""
+        del self.finished[piece], self._files[piece]
+        self._write_state()
+        remove(self.weights / piece)
 
     def written_files(self) -> dict[str, int]:
         """Path and size of each file that will be there in the end, but for the manifest."""

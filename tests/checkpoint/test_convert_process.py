@@ -25,6 +25,7 @@ from jaxserve.checkpoint.convert import convert
 from jaxserve.checkpoint.errors import CheckpointError
 from jaxserve.checkpoint.hf_config import model_config_from_hf
 from jaxserve.checkpoint.manifest import is_converted, read_manifest
+from jaxserve.checkpoint.quantize import quantization_step
 from jaxserve.checkpoint.tensor_names import HUGGING_FACE
 from jaxserve.checkpoint.unfinished import unfinished_path
 from jaxserve.cli.main import build_app
@@ -155,6 +156,67 @@ def test_a_finished_piece_that_is_no_longer_whole_is_written_again(
     convert(source, killed, progress=NoProgress(), resume=True)
     convert(source, tmp_path / "fresh", progress=NoProgress())
     assert_equal_folders(killed, tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("wrong", ["shape", "dtype", "name", "files", "piece", "elsewhere", "nothing"])
+def test_what_is_called_finished_and_is_not_is_written_again(
+    source: Path, killed: Path, tmp_path: Path, wrong: str
+) -> None:
+    path = unfinished_path(killed) / "conversion.json"
+    state, weights = json.loads(path.read_text()), path.parent / "weights"
+    arrays = state["finished"]["layer_000"]
+    if wrong == "shape":
+        arrays["w_down"]["shape"] = [1, 1]
+    elif wrong == "dtype":
+        arrays["w_down"]["dtype"] = "float16"
+    elif wrong == "name":
+        arrays["w_up"] = arrays.pop("w_down")
+    elif wrong == "files":  # those of another piece
+        shutil.rmtree(weights / "layer_000")
+        shutil.copytree(weights / "embedding", weights / "layer_000")
+        state["files"]["layer_000"] = state["files"]["embedding"]
+    elif wrong == "piece":
+        shutil.copytree(weights / "layer_000", weights / "layer_099")
+        state["finished"]["layer_099"], state["files"]["layer_099"] = arrays, state["files"]["layer_000"]
+    elif wrong == "elsewhere":
+        (tmp_path / "mine").mkdir()
+        state["finished"]["../../mine"], state["files"]["../../mine"] = {}, {}
+    else:
+        shutil.rmtree(weights / "layer_000")
+        state["files"]["layer_000"] = {}
+    path.write_text(json.dumps(state))
+    convert(source, killed, progress=NoProgress(), resume=True)
+    convert(source, tmp_path / "fresh", progress=NoProgress())
+    assert_equal_folders(killed, tmp_path / "fresh")
+    assert (tmp_path / "mine").exists() == (wrong == "elsewhere")
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
+def test_what_is_finished_is_not_written_again_however_it_is_quantized(
+    source: Path, tmp_path: Path, quantization: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(RecordingProgress):
+        @contextmanager
+        def task(self, description: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+            left = 0.6 * (total or 0)
+
+            def advance(amount: int) -> None:
+                nonlocal left
+                left -= amount
+                if description == "Converting weights" and left < 0:
+                    raise KeyboardInterrupt
+
+            yield advance
+
+    step = quantization_step(quantization)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "converted", progress=Failing(), resume=True, step=step)
+    done = finished_pieces(tmp_path / "converted")
+    assert len(done) > 2
+    convert(source, tmp_path / "converted", progress=(resumed := RecordingProgress()), resume=True, step=step)
+    convert(source, tmp_path / "fresh", progress=(whole := RecordingProgress()), step=step)
+    assert (resumed.totals["Converting weights"] or 0) < (whole.totals["Converting weights"] or 0)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("state", ["", "[]", '{"finished": []}', '{"finished": {"layer_000": 5}}'])
