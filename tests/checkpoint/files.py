@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,13 @@ def converted(source: Path, destination: Path, *, dtype: str = "auto") -> LlamaP
 def stored(folder: Path) -> LlamaParams:
     """What lies in a converted folder, in float32 (which is exact for everything narrower)."""
     return restore_weights(folder / WEIGHTS_FOLDER, read_manifest(folder).model_config, np.dtype(np.float32))
+
+
+def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own."""
+    command = [sys.executable, "-c", program, *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
