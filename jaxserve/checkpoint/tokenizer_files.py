@@ -106,6 +106,29 @@ def read_json(path: Path, remedy: str = "fetch the file again") -> dict[str, Any
     return value
 
 
+def check_post_processor(step: Any) -> None:
+    """Refuse templates that the library takes, and with which it ends in a panic at every text.
+
+    Args:
+        step: the "post_processor" of a tokenizer.json that the library has taken.
+
+    Raises:
+        ValueError: if its template for one text cannot be filled in.
+    """
+    if not isinstance(step, dict):
+        return
+    for inner in step.get("processors", ()):
+        check_post_processor(inner)
+    if step.get("type") != "TemplateProcessing":
+        return
+    for piece in step["single"]:
+        if piece.get("Sequence", {}).get("id") == "B":
+            raise ValueError("the template in its post_processor has a place for a second text")
+        token = piece.get("SpecialToken", {}).get("id")
+        if token is not None and token not in step["special_tokens"]:
+            raise ValueError(f"the template in its post_processor has the special token {token!r}, and no ids of it")
+
+
 def error_line(error: BaseException) -> str:
     """An exception's text on one line, without the path that the operating system repeats."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

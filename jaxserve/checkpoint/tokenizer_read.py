@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from jaxserve.checkpoint.tiktoken_read import is_tiktoken, read_tiktoken
 from jaxserve.checkpoint.tokenizer_files import (
     TokenizerFiles,
     TokenizerSettings,
+    check_post_processor,
     error_line,
     read_json,
     read_text,
@@ -44,6 +46,7 @@ def read_hf_tokenizer(folder: Path) -> TokenizerFiles | None:
     bos_token, eos_token = (_token_text(folder, config, token_map, key) for key in ("bos_token", "eos_token"))
     try:
         backend = tokenizers.Tokenizer.from_str(tokenizer_json)
+        check_post_processor(json.loads(tokenizer_json).get("post_processor"))
     except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
         raise CheckpointError(
             f"{folder / 'tokenizer.json'} is not usable ({error_line(error)}): fetch the file again"

@@ -10,7 +10,7 @@ from pathlib import Path
 import tokenizers
 
 from jaxserve.checkpoint.errors import CheckpointError
-from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, error_line, read_tokenizer
+from jaxserve.checkpoint.tokenizer_files import TokenizerFiles, check_post_processor, error_line, read_tokenizer
 from jaxserve.text.token_bytes import scheme_from_decoder
 
 
@@ -43,14 +43,16 @@ class Tokenizer:
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
-        """Raises ValueError if `tokenizer.json` is malformed or its decoder is of an unknown kind."""
+        """Raises ValueError if `tokenizer.json` is malformed, or its template or decoder of a kind that cannot be used."""
         self._json = files.tokenizer_json
         self._backend = _build(self._json)
         self._literal_backends: dict[bool, tokenizers.Tokenizer] = {}
         self._literal_lock = threading.Lock()
         self._bytes_of: dict[int, bytes] = {}  # of tokens that were asked for: log probabilities name 20 for each one
         self._pieces: dict[int, bytes | int | None] = {}  # of tokens that were generated
-        self.scheme = scheme_from_decoder(json.loads(self._json).get("decoder"))
+        data = json.loads(self._json)
+        check_post_processor(data.get("post_processor"))
+        self.scheme = scheme_from_decoder(data.get("decoder"))
         self.bos_token = files.settings.bos_token
         self.bos_token_id = files.settings.bos_token_id
         self.eos_token = files.settings.eos_token

@@ -23,6 +23,7 @@ from jaxserve.checkpoint.open_model import open_model
 from jaxserve.checkpoint.tokenizer_files import read_tokenizer
 from jaxserve.checkpoint.tokenizer_read import read_hf_tokenizer
 from jaxserve.progress import NoProgress
+from jaxserve.text.tokenizer import load_tokenizer
 from tests.checkpoint.files import edit_config, shard, write_gguf, write_index
 from tests.tiny_model import TINY_CONFIG, random_weights, write_tiny_llama
 
@@ -299,6 +300,24 @@ def test_a_tokenizer_of_another_model(folder: Path, token_id: int) -> None:
 def test_an_added_token_far_beyond_the_others(folder: Path, token_id: int) -> None:
     add_token(folder, token_id)
     assert_refused(folder, f"the tokenizer has the id {token_id}")
+
+
+@pytest.mark.parametrize(
+    "piece", [{"Sequence": {"id": "B", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}]
+)
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_template_that_no_text_fits(folder: Path, tmp_path: Path, piece: dict[str, Any], nested: bool) -> None:
+    """The library takes it, and ends in a panic at every text."""
+    single = [piece, {"Sequence": {"id": "A", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
+    processor = {"type": "Sequence", "processors": [template]} if nested else template
+    converted = convert(folder, tmp_path / "earlier", progress=NoProgress())
+    for place in (converted / TOKENIZER_FOLDER, folder):
+        write_tokenizer_json(place, lambda data: data.update(post_processor=processor))
+    with pytest.raises(CheckpointError, match=r"template in its post_processor"):
+        load_tokenizer(converted / TOKENIZER_FOLDER)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not usable \(the template"):
+        convert(folder, tmp_path / "converted", progress=NoProgress())
 
 
 def test_an_added_token_that_the_model_does_not_know_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
