@@ -68,6 +68,8 @@ def save_piece(arrays: Mapping[str, np.ndarray], specs: Specs, num_heads: int, f
         # Orbax has threads of its own, and an interrupt of the one that waits for them leaves them at work: here that is a
         # thread that no interrupt reaches, and whose end is waited for.
         with _orbax_silent(), ThreadPoolExecutor(1) as thread:
+            # It has started then: an interrupt within that would leave a thread that the pool does not know.
+            thread.submit(int).result()
             thread.submit(_save, tree, save_args, folder).result()
     except OSError as error:
         raise CheckpointError(disk_message(error, folder)) from error
