@@ -52,7 +52,7 @@ for source in sys.argv[2:]:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="asks Linux for the peak of a process")
-@pytest.mark.parametrize("quantization", ["", "int4"], ids=["dense", "int4"])
+@pytest.mark.parametrize("quantization", [pytest.param("", id="dense"), pytest.param("int4", marks=pytest.mark.long)])
 def test_memory_is_of_the_largest_piece_alone(tmp_path: Path, quantization: str) -> None:
     """What two models take differs by little more than their largest pieces do, whatever else the process holds."""
     small, _, small_layer = write_large(

@@ -179,7 +179,9 @@ def test_what_is_called_finished_and_is_not_is_written_again(
     assert (tmp_path / "mine").exists() == (wrong == "elsewhere")
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
+@pytest.mark.parametrize(
+    "quantization", [None, "int4", *(pytest.param(name, marks=pytest.mark.long) for name in ("fp8", "int8"))]
+)
 def test_what_is_finished_is_not_written_again_however_it_is_quantized(
     source: Path, tmp_path: Path, quantization: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -60,7 +60,9 @@ def speculation(method: Any) -> dict[str, Any]:
     return {"speculative": config, "draft": head}
 
 
-@pytest.mark.parametrize("method", [None, "ngram", "eagle", pytest.param("medusa", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "method", [None, "eagle", *(pytest.param(name, marks=pytest.mark.long) for name in ("ngram", "medusa"))]
+)
 def test_every_program_has_been_set_up_when_the_engine_is_ready(method: str | None, launches: Launches) -> None:
     """Its first run loads code and its second makes its launch graph: nobody's first token is to wait for that."""
     with lean_engine(**speculation(method), layerwise=False):
@@ -68,7 +70,7 @@ def test_every_program_has_been_set_up_when_the_engine_is_ready(method: str | No
         assert len(launches) > 2 and not few
 
 
-@pytest.mark.parametrize("method", ["eagle", "early_exit"])
+@pytest.mark.parametrize("method", ["eagle", pytest.param("early_exit", marks=pytest.mark.long)])
 def test_prompts_that_end_in_a_step_cost_it_no_launches_of_their_own(
     method: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +91,7 @@ def test_prompts_that_end_in_a_step_cost_it_no_launches_of_their_own(
         assert max((after - before).values()) == 1
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("layerwise", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_it_takes_to_show_a_head_prompts_is_measured_at_the_start(
     layerwise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ def test_where_drafts_pay_prompts_come_in_larger_pieces_and_all_are_faster(seqs:
     assert prompt_tokens(batches) > 1.5 * prompt_tokens(plain_batches)
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.4, 0.6])
+@pytest.mark.parametrize("acceptance", [0.6, *(pytest.param(rate, marks=pytest.mark.long) for rate in (0.0, 0.4))])
 def test_where_drafts_do_not_pay_pieces_stay_small_and_all_is_as_fast_as_without(acceptance: float) -> None:
     plain, plain_batches = simulated(64, None)
     drafting, batches = simulated(64, acceptance)

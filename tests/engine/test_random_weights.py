@@ -16,13 +16,16 @@ from jaxserve.models.params import LlamaParams, draw_param, init_params, is_decl
 from jaxserve.models.shard_layout import ShardLayout
 from jaxserve.sharding.mesh import make_mesh
 from tests.engine.test_engine import compilations
+from tests.long_cases import few_of
 from tests.tiny_engine import MODEL_CONFIG
 
 FLOAT32 = jnp.dtype(jnp.float32)
 FIRST_OF_SEED_3 = [-2.3783397674560547, 0.2823367714881897, -0.1218419224023819]  # of embedding, last wqkv and lm_head
 
 
-@pytest.mark.parametrize("seed", [0, 7, -1, 2**31 + 3, 2**40 + 3])
+@pytest.mark.parametrize(
+    "seed", [0, 2**40 + 3, *(pytest.param(seed, marks=pytest.mark.long) for seed in (-1, 2**31 + 3))]
+)
 def test_each_array_has_a_key_of_its_own_out_of_the_seed(seed: int) -> None:
     specs = jax.tree.leaves(param_specs(MODEL_CONFIG), is_leaf=is_declared)
     arrays = jax.tree.leaves(init_params(MODEL_CONFIG, seed, FLOAT32))
@@ -39,7 +42,9 @@ def test_a_seed_gives_the_weights_that_it_always_gave() -> None:
 
 
 @pytest.mark.usefixtures("without_jax_cache")
-@pytest.mark.parametrize(("num_devices", "quantization"), [(1, None), (2, None), (2, "int8"), (8, None)])
+@pytest.mark.parametrize(
+    ("num_devices", "quantization"), few_of(((2, "int8"),), ((1, None), (2, None), (2, "int8"), (8, None)))
+)
 def test_a_second_start_compiles_nothing_for_them(num_devices: int, quantization: str | None, tmp_path: Path) -> None:
     """Over more devices than KV heads as well; each has its part alone."""
     config = MODEL_CONFIG
