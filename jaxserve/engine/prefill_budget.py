@@ -57,7 +57,7 @@ class PrefillBudget:
     def piece_between_drafts(self, num_decode: int, waiting: int) -> PromptPiece:
         """What a step would take of the tokens that wait."""
         most = min(waiting, self.most(num_decode, 0, between_drafts=True))
-        tokens = min(most, self.fitting(most, num_decode, waiting, between_drafts=True))
+        tokens = self.fitting(most, num_decode, waiting, between_drafts=True)
         return PromptPiece(tokens, self.added_seconds(num_decode, tokens))
 
     def added_seconds(self, num_decode: int, tokens: int) -> float:

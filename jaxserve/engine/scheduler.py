@@ -280,7 +280,7 @@ class Scheduler:
                 room = min(room, self._budget.most(num_decode, context=deepest, between_drafts=drafts))
             if not is_fitted:
                 candidates = [sequence, *unfinished, *islice(self.waiting, self.limits.max_prefill_rows)]
-                waiting = sum(len(candidate.token_ids) - candidate.num_computed for candidate in candidates)
+                waiting = sum(candidate.num_uncomputed for candidate in candidates)
                 room = self._budget.fitting(room, num_decode, waiting, between_drafts=drafts)
                 is_fitted = True
             if used < room:
@@ -290,7 +290,7 @@ class Scheduler:
             if used >= room:  # else nobody else could have come
                 others = [*(chunk.sequence for chunk in chunks), *unfinished]
                 others += islice(self.waiting, len(self._free_slots))
-                more = sum(len(other.token_ids) - other.num_computed for other in others)
+                more = sum(other.num_uncomputed for other in others)
             self._drafting.offer_prompts(used + more)
         return chunks
 
@@ -313,7 +313,7 @@ class Scheduler:
 
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
         """Appends the next chunk of a running sequence, and returns its tokens (0: pages are lacking)."""
-        length = min(budget, len(sequence.token_ids) - sequence.num_computed)
+        length = min(budget, sequence.num_uncomputed)
         missing = self.limits.pages_for(sequence.num_computed + length) - len(sequence.pages)
         if missing > 0:
             pages = self.pages.allocate(missing)

@@ -87,6 +87,11 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def num_uncomputed(self) -> int:
+        """Known tokens that no launched step computes yet."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
     def num_output_tokens(self) -> int:
         """Output tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
